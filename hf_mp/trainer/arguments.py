@@ -21,8 +21,8 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
 
     Raises:
         ValueError: for an unknown precision or loss scale, unknown loss scaler settings, and another mixed precision
-            (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``). Also from ``train()`` of a Trainer that ignores the
-            precision: it is no :class:`MixedPrecisionTrainer` and has no :class:`MixedPrecisionCallback`.
+            (``fp16``, ``bf16``, ``ACCELERATE_MIXED_PRECISION``). Also from ``train()`` of a Trainer that is no
+            :class:`MixedPrecisionTrainer` and has no :class:`MixedPrecisionCallback`.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [  # type: ignore[misc]
@@ -38,7 +38,7 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
         if not torch.accelerator.is_available():
             # Without an accelerator, each DataLoader would only warn.
             self.dataloader_pin_memory = False
-        # Raise the errors of a session here, before a model is loaded.
+        # Raise errors before a model is loaded.
         settings = SessionSettings.of(self, {})
         if settings.policy.is_mixed:
             settings.make_scaler()
@@ -52,19 +52,23 @@ class MixedPrecisionArguments(PrecisionOptions, TrainingArguments):
 
     @property
     def device(self) -> torch.device:
-        """Stock property; raises a ValueError if the ``train()`` of a Trainer that ignores ``precision`` reads it."""
-        # It is the only property of the arguments that each train() of a stock Trainer reads.
+        """Stock property; raises a ValueError in the ``train()`` of a Trainer that ignores ``precision``."""
+        # It is the only property that each train() of a stock Trainer reads.
         caller = sys._getframe(1).f_locals.get("self")
-        # Trainer.__init__ reads the device before it sets is_in_train.
-        if isinstance(caller, Trainer) and getattr(caller, "is_in_train", False):
-            users = (caller, *caller.callback_handler.callbacks)
-            reads_precision = any(isinstance(user, SessionProperties) for user in users)
-            if not reads_precision and self.precision_policy.is_mixed:
-                # train() does not reset it after an error, and evaluate() reads it.
-                caller.is_in_train = False
-                raise ValueError(
-                    f"{type(caller).__name__} does not read precision={self.precision!r}, and would train in FP32: use "
-                    "MixedPrecisionTrainer, or give it callbacks=[hf_mp.MixedPrecisionCallback()]; if FP32 is what you "
-                    "want, say precision='fp32'"
-                )
+        if isinstance(caller, Trainer) and _trains_in_fp32(caller) and self.precision_policy.is_mixed:
+            # train() does not reset it after an error, and evaluate() reads it.
+            caller.is_in_train = False
+            raise ValueError(
+                f"{type(caller).__name__} does not read precision={self.precision!r}, and would train in FP32: use "
+                "MixedPrecisionTrainer, or give it callbacks=[hf_mp.MixedPrecisionCallback()]; if FP32 is what you "
+                "want, say precision='fp32'"
+            )
         return super().device
+
+
+def _trains_in_fp32(trainer: Trainer) -> bool:
+    # Trainer.__init__ reads the device before it sets is_in_train.
+    is_training = getattr(trainer, "is_in_train", False)
+    return is_training and not any(
+        isinstance(user, SessionProperties) for user in (trainer, *trainer.callback_handler.callbacks)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,10 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
     """Mixed precision, ``"fp16"`` by default, for any Trainer: the stock one, your subclass, or another library's.
 
     ``Trainer(..., callbacks=[MixedPrecisionCallback("fp16")])`` trains as :class:`MixedPrecisionTrainer` does, bit for
-    bit. The model is attached when the Trainer is created, a reference model in ``ref_model`` (TRL) when training
-    begins. Checkpoints contain the loss scale in ``mixed_precision.json``; training logs contain ``loss_scale``,
-    ``skipped_steps`` and ``headroom``. After training, the models are ordinary FP32 models; after an error, call
-    :meth:`detach`.
-
-    SIGTERM and SIGUSR1 end the run without a checkpoint; :class:`MixedPrecisionTrainer` saves one.
+    bit, but SIGTERM and SIGUSR1 end the run without a checkpoint. The model is attached when the Trainer is created, a
+    reference model in ``ref_model`` (TRL) when training begins. Checkpoints contain the loss scale in
+    ``mixed_precision.json``; training logs contain ``loss_scale``, ``skipped_steps`` and ``headroom``. After training,
+    the models are ordinary FP32 models; after an error, call :meth:`detach`.
 
     Args:
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` (no change), a spelled-out policy or a :class:`PrecisionPolicy`;
@@ -92,16 +90,17 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
             )
         self._given = {"precision": precision, "tables": tables, "rules": rules, **options}
         self.keep_attached = keep_attached
-        self._trains_with: TrainingArguments | None = None
+        self._begun_with: TrainingArguments | None = None  # of the training that on_train_begin prepared
         self._resumption = Resumption()
         check_not_lean(SessionSettings.of(None, self._given).policy)
 
     def _session_for(self, args: TrainingArguments) -> TrainerSession:
         settings = SessionSettings.of(args, self._given)
         check_not_lean(settings.policy)
-        if self.session is None or self.session.args is not args or self.session.settings != settings:
-            self.detach()
-            self.session = TrainerSession(settings, args)
+        if self.session is not None and self.session.args is args and self.session.settings == settings:
+            return self.session
+        self.detach()
+        self.session = TrainerSession(settings, args)
         return self.session
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
@@ -112,9 +111,9 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
         check_no_other_precision(args, session.settings.policy)
         if session.runtime is not None:
             check_regional_compile(trainer)
-        if model is not None:
-            if session.runtime is not None:
+            if model is not None:
                 check_model(model)
+        if model is not None:
             session.begin(model)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -126,28 +125,24 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Wrap the optimizer, attach a model of ``model_init``, and load the loss scale of a checkpoint."""
+        """Attach model and optimizer, and load the loss scale of a checkpoint."""
         trainer, session = find_calling_trainer(self), self._session_for(args)
-        self._trains_with = args
+        self._begun_with = args
         checkpoint = resumed_checkpoint(trainer)
         if trainer is not None:
             self._extend_and_reload(trainer, checkpoint)
-        if session.runtime is None:
-            session.record_contract(model)
+        if session.runtime is not None:
+            check_model_and_optimizer(model, optimizer, trainer)
             if checkpoint is not None:
-                session.load(checkpoint)
-            return
-        check_model_and_optimizer(model, optimizer, trainer)
-        if checkpoint is not None:
-            self._check_loaded(checkpoint, args, model, optimizer)
-            state.best_model_checkpoint = find_best_checkpoint(checkpoint, state.best_model_checkpoint)
-        check_regional_compile(trainer)
-        if session.runtime.model is not model:
-            check_no_other_precision(args, session.settings.policy)
-            check_model(model)
-            check_dtype_of_late_model(model, args, resumed=state.global_step > 0)
-        session.begin(model)
-        session.attach_optimizer(optimizer)
+                self._check_loaded(checkpoint, args, model, optimizer)
+                state.best_model_checkpoint = find_best_checkpoint(checkpoint, state.best_model_checkpoint)
+            check_regional_compile(trainer)
+            if session.runtime.model is not model:
+                check_no_other_precision(args, session.settings.policy)
+                check_model(model)
+                check_dtype_of_late_model(model, args, resumed=state.global_step > 0)
+            session.begin(model)
+            session.attach_optimizer(optimizer)
         session.record_contract(model)
         if trainer is not None:
             session.attach_reference_model(getattr(trainer, "ref_model", None))
@@ -158,24 +153,25 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
 
     def _extend_and_reload(self, trainer: Trainer, checkpoint: Path | None) -> None:
         """Extend ``trainer``; if it was not extended before, load ``checkpoint`` again to check it."""
-        was_extended = "_load_from_checkpoint" in vars(trainer)
+        was_extended = "_load_from_checkpoint" in vars(trainer)  # extend_method() sets it
         self._extend(trainer)
         if not was_extended and checkpoint is not None and not trainer.is_deepspeed_enabled:
             trainer._load_from_checkpoint(str(checkpoint), trainer.model_wrapped if trainer.is_fsdp_enabled else None)
 
     def _check_loaded(self, checkpoint: Path, args: TrainingArguments, model: nn.Module, optimizer: Any) -> None:
         examined = self._resumption.examined
-        # train() of another library may have chosen it, or this callback was added late.
-        if examined is None or checkpoint != examined.checkpoint:
-            self._resumption.examined = examined = inspection.examine_named(checkpoint)
+        # train() of another library may have chosen the checkpoint, or this callback was added late.
+        if examined is None or examined.checkpoint != checkpoint:
+            examined = inspection.examine_named(checkpoint)
+            self._resumption.examined = examined
             loaded_state.check_optimizer(checkpoint, optimizer)
         if args.should_save:
             inspection.warn_of_missing_state(examined, args.world_size)
         loaded_state.check_parameters(checkpoint, model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise if training began before this callback was added: it would have no effect."""
-        if self._trains_with is not args and self._session_for(args).runtime is not None:
+        """Raise a ValueError if training began before this callback was added."""
+        if self._begun_with is not args and self._session_for(args).runtime is not None:
             raise ValueError(
                 f"MixedPrecisionCallback was added after step {state.global_step} of a training that had begun without "
                 "it: give it to the Trainer before train(), as in Trainer(..., callbacks=[MixedPrecisionCallback()])"
@@ -185,27 +181,24 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
             self.session.on_step_begin(args, state, control, **kwargs)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Print the precision contract after the first step."""
         if self.session is not None:
             self.session.on_optimizer_step(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add the loss scale and its statistics to a training log and to the history."""
+        """Add the loss scale and its statistics to a training log and its copy in the history."""
         if self.session is None or logs is None:
             return
         entries = self.session.log_entries(logs)
-        # Later callbacks get the same dict; the history has a copy.
         logs.update(entries)
         latest = state.log_history[-1] if state.log_history else {}
         if "loss" in latest and latest.get("step") == state.global_step:
             latest.update(entries)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the report of the run if it is enabled, and detach the model unless ``keep_attached``."""
         if self.session is not None:
             self.session.on_train_end(args, state, control)
             self.session.end(keep_attached=self.keep_attached)
-        self._trains_with = None
+        self._begun_with = None
 
     def detach(self) -> None:
         """Make the model an ordinary FP32 model; a later ``train()`` attaches it again."""
@@ -213,35 +206,40 @@ class MixedPrecisionCallback(SessionProperties, TrainerCallback):
             self.session.detach()
 
     def _extend(self, trainer: Trainer | None) -> None:
-        """Extend the methods of ``trainer``, and move this callback to the front."""
-        if isinstance(trainer, SessionProperties):
-            raise ValueError(
-                "MixedPrecisionCallback is for other Trainers: MixedPrecisionTrainer is in mixed precision already, "
-                "remove the callback"
-            )
-        if trainer is not None:
-            callbacks = trainer.callback_handler.callbacks
-            if sum(isinstance(other, MixedPrecisionCallback) for other in callbacks) > 1:
-                raise ValueError(
-                    "this Trainer has more than one MixedPrecisionCallback, and a loss can be scaled only once: leave "
-                    "one"
-                )
-            # Before reporting callbacks, which get the entries that this one adds to the logs.
-            callbacks.remove(self)
-            callbacks.insert(0, self)
-            extend_method(trainer, "train", functools.partial(_train, trainer))
-            extend_method(trainer, "_load_from_checkpoint", functools.partial(load_from_checkpoint, trainer))
-            extend_save(trainer, lambda: _session_of(trainer))
-            CheckpointSaver(trainer, lambda: _session_of(trainer, in_fp32=False))
-            CheckpointLoader(trainer, lambda: _session_of(trainer, in_fp32=False))
+        if trainer is None:
+            return
+        callbacks = trainer.callback_handler.callbacks
+        _check_only_session(trainer, callbacks)
+        # Before reporting callbacks, which get the entries that this one adds to the logs.
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+        extend_method(trainer, "train", functools.partial(_train, trainer))
+        extend_method(trainer, "_load_from_checkpoint", functools.partial(load_from_checkpoint, trainer))
+        extend_save(trainer, lambda: _session_of(trainer))
+        CheckpointSaver(trainer, lambda: _mixed_session_of(trainer))
+        CheckpointLoader(trainer, lambda: _mixed_session_of(trainer))
+
+
+def _check_only_session(trainer: Trainer, callbacks: Sequence[TrainerCallback]) -> None:
+    if isinstance(trainer, SessionProperties):
+        raise ValueError(
+            "MixedPrecisionCallback is for other Trainers: MixedPrecisionTrainer is in mixed precision already, "
+            "remove the callback"
+        )
+    if sum(isinstance(callback, MixedPrecisionCallback) for callback in callbacks) > 1:
+        raise ValueError(
+            "this Trainer has more than one MixedPrecisionCallback, and a loss can be scaled only once: leave one"
+        )
 
 
 def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``own``, the original ``train``, with a complete checkpoint."""
+    """``own`` is the original ``train``."""
     callback = _callback_of(trainer)
     if callback is None or callback.mixed_precision is None:
         return own(*args, **kwargs)
-    wanted, *others = args or (kwargs.pop("resume_from_checkpoint", None),)
+    if not args:
+        args = (kwargs.pop("resume_from_checkpoint", None),)
+    wanted, *others = args
     examined = choose_checkpoint(trainer.args, wanted, remove_unfinished)
     chosen = None if examined is None else str(examined.checkpoint)
     # train() of another library may have no parameters.
@@ -250,14 +248,15 @@ def _train(trainer: Trainer, own: Callable[..., Any], *args: Any, **kwargs: Any)
         return own(*arguments, **kwargs)
 
 
-def _session_of(trainer: Trainer, *, in_fp32: bool = True) -> TrainerSession | None:
-    """Return the session of the callback of ``trainer``, if any; with ``in_fp32=False`` not in FP32."""
+def _session_of(trainer: Trainer) -> TrainerSession | None:
     callback = _callback_of(trainer)
-    if callback is None or (callback.mixed_precision is None and not in_fp32):
-        return None
-    return callback.session
+    return None if callback is None else callback.session
+
+
+def _mixed_session_of(trainer: Trainer) -> TrainerSession | None:
+    session = _session_of(trainer)
+    return None if session is None or session.runtime is None else session
 
 
 def _callback_of(trainer: Trainer) -> MixedPrecisionCallback | None:
-    callbacks = trainer.callback_handler.callbacks
-    return next((callback for callback in callbacks if isinstance(callback, MixedPrecisionCallback)), None)
+    return next((one for one in trainer.callback_handler.callbacks if isinstance(one, MixedPrecisionCallback)), None)

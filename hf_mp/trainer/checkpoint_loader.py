@@ -1,10 +1,10 @@
-"""``CheckpointLoader``: wraps the load methods of a Trainer so that loaded state is checked."""
+"""``CheckpointLoader``: checks the state that a Trainer loads."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from transformers import Trainer
@@ -14,15 +14,14 @@ from hf_mp.trainer.find_trainer import extend_method, resumed_checkpoint
 from hf_mp.trainer.model_loading import allowing_no_state
 from hf_mp.trainer.session import TrainerSession
 
-# Loaded state by method of the Trainer.
-_LOADED = {
+_LOADED = {  # by method of the Trainer
     "_load_rng_state": "the state of the random numbers",
     "_load_callback_state": "the state of the callbacks",
 }
 
 
 class CheckpointLoader:
-    """Wraps the load methods of ``trainer``: invalid state raises a CheckpointError that names the checkpoint.
+    """Wraps the load methods of ``trainer``: invalid state raises a CheckpointError.
 
     ``session`` returns the session of the run, or None to leave a load to the Trainer.
     """
@@ -46,8 +45,7 @@ class CheckpointLoader:
         if checkpoint is None:
             own(checkpoint)
             return
-        check: AbstractContextManager[None] = nullcontext()
-        if self._session() is not None:
-            check = loaded_state.checking(checkpoint, trainer.optimizer, trainer.lr_scheduler)
-        with check, allowing_no_state(trainer, checkpoint):
+        is_checked = self._session() is not None
+        check = loaded_state.checking(checkpoint, trainer.optimizer, trainer.lr_scheduler)
+        with check if is_checked else nullcontext(), allowing_no_state(trainer, checkpoint):
             own(checkpoint)

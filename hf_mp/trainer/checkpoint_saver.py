@@ -1,9 +1,9 @@
-"""``CheckpointSaver``: wraps the save methods of a Trainer so that failed saves are removed."""
+"""``CheckpointSaver``: removes failed saves of a Trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,8 @@ class CheckpointSaver:
     on any rank, it is removed and an error is logged, or training ends (``save_failure="stop"``). A run that is
     resumed after its last step takes no further step. A damaged best model is not loaded.
 
-    Args:
-        trainer: any Trainer.
-        session: returns the session of the run, or None to leave a save to the Trainer.
-        lock: returns the lock of a directory, which is held during each save.
-
-    Attributes:
-        has_failed: whether the last save failed.
+    ``session`` returns the session of the run, or None to leave a save to the Trainer; ``lock`` the lock of a
+    directory. ``has_failed`` is whether the last save failed.
     """
 
     def __init__(
@@ -49,17 +44,21 @@ class CheckpointSaver:
     ) -> None:
         self.has_failed = False
         self._trainer, self._session, self._lock = trainer, session, lock
-        self._errors: list[BaseException] | None = None  # failed writes of the current save on this rank
-        # Transformers has no callback before a save, and none before older checkpoints are removed.
-        extend_method(trainer, "_save_checkpoint", self._save)
-        extend_method(trainer, "save_model", self._save_model)
-        extend_method(trainer, "_push_from_checkpoint", self._push)
-        extend_method(trainer, "_run_epoch", self._run_epoch)
-        extend_method(trainer, "_load_best_model", self._load_best_model)
-        extend_method(trainer, "_finalize_training", self._finalize_training)
+        self._errors: list[BaseException] | None = None  # failed writes on this rank; None outside of a save
+        # Transformers has no callback before a save, and none before older checkpoints are removed. Each replacement is
+        # called with the original method.
+        replacements: dict[str, Callable[..., Any]] = {
+            "_save_checkpoint": self._save,
+            "save_model": self._save_model,
+            "_push_from_checkpoint": self._push,
+            "_run_epoch": self._run_epoch,
+            "_load_best_model": self._load_best_model,
+            "_finalize_training": self._finalize_training,
+        }
+        for method, replacement in replacements.items():
+            extend_method(trainer, method, replacement)
 
     def _save(self, own: Callable[..., None], model: Any, trial: Any, *more: Any) -> None:
-        """Replace ``own``, the original ``_save_checkpoint``. A collective call."""
         session = self._session()
         if session is None:
             own(model, trial, *more)
@@ -70,16 +69,7 @@ class CheckpointSaver:
         errors: list[BaseException] = []
         self.has_failed, self._errors = True, errors
         try:
-            with ExitStack() as at_end:
-                # Each part runs only if no earlier one failed on any rank.
-                self.has_failed = not (
-                    self._run_part(lambda: self._begin(checkpoint, at_end), args.should_save)
-                    and self._run_part(lambda: own(model, trial, *more))
-                    and self._run_part(lambda: self._complete(checkpoint, session), args.should_save)
-                )
-                # `own` removed no checkpoints: _save_model() has set the limit to None.
-                if args.should_save and not self.has_failed:
-                    unfinished_marker.rotate(checkpoint.parent, limit, state.best_model_checkpoint)
+            self._run_parts(checkpoint, session, limit, lambda: own(model, trial, *more))
         finally:
             self._errors, args.save_total_limit = None, limit
         if self.has_failed:
@@ -88,6 +78,21 @@ class CheckpointSaver:
             return
         if args.push_to_hub:
             self._trainer._push_from_checkpoint(str(checkpoint))
+
+    def _run_parts(
+        self, checkpoint: Path, session: TrainerSession, limit: int | None, write_files: Callable[[], None]
+    ) -> None:
+        """Run the parts of a save until one fails on any rank; set ``has_failed``."""
+        saves = self._trainer.args.should_save
+        with ExitStack() as at_end:
+            self.has_failed = not (
+                self._run_part(lambda: self._begin(checkpoint, at_end), saves)
+                and self._run_part(write_files)
+                and self._run_part(lambda: self._complete(checkpoint, session), saves)
+            )
+            # write_files() removed no checkpoints: _save_model() has set the limit to None.
+            if saves and not self.has_failed:
+                unfinished_marker.rotate(checkpoint.parent, limit, self._trainer.state.best_model_checkpoint)
 
     def _begin(self, checkpoint: Path, at_end: ExitStack) -> None:
         at_end.enter_context(self._lock(checkpoint.parent))
@@ -98,19 +103,22 @@ class CheckpointSaver:
         args = self._trainer.args
         if not args.save_only_model:
             session.save(checkpoint)
-        about = {"world_size": args.world_size, "precision": str(session.settings.policy)}
-        unfinished_marker.complete(checkpoint, step=self._trainer.state.global_step, **about)
+        unfinished_marker.complete(
+            checkpoint,
+            step=self._trainer.state.global_step,
+            world_size=args.world_size,
+            precision=str(session.settings.policy),
+        )
 
     def _run_part(self, part: Callable[[], None], is_mine: bool = True) -> bool:
-        """Run ``part`` if ``is_mine``; return whether no part of this save failed on any rank. A collective call."""
+        """Return whether no part of this save failed on any rank. A collective call."""
         if is_mine:
             with self._recording_failures():
                 part()
-        return not max_over_ranks(len(self._errors or ()), self._trainer)
+        return not max_over_ranks(int(bool(self._errors)), self._trainer)
 
     @contextmanager
     def _recording_failures(self) -> Iterator[None]:
-        """Append failed writes to ``_errors`` instead of raising them."""
         assert self._errors is not None
         try:
             yield
@@ -122,15 +130,15 @@ class CheckpointSaver:
             self._errors.append(error)
 
     def _save_model(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Replace ``Trainer.save_model``; failed writes of a checkpoint are recorded."""
-        is_part = self._errors is not None and kwargs.get("_internal_call", False)
-        # A rank that raises would not reach the barrier after this.
-        with self._recording_failures() if is_part else nullcontext():
+        is_part_of_checkpoint = self._errors is not None and kwargs.get("_internal_call", False)
+        if not is_part_of_checkpoint:
             own(*args, **kwargs)
-        if is_part:
-            # Do not remove older checkpoints before the manifest is written. training_args.bin, which contains the
-            # limit, is saved by now.
-            self._trainer.args.save_total_limit = None
+            return
+        # Failed writes are recorded: a rank that raises would not reach the next barrier.
+        with self._recording_failures():
+            own(*args, **kwargs)
+        # Keep older checkpoints until the manifest is written. training_args.bin, with the limit, is saved by now.
+        self._trainer.args.save_total_limit = None
 
     def _push(self, own: Callable[..., None], checkpoint_folder: str) -> None:
         if self._errors is None:  # otherwise _save() pushes the complete checkpoint
@@ -148,25 +156,18 @@ class CheckpointSaver:
         if self._session() is None:
             load_best_model(self._trainer, own)
             return
-        checkpoint = Path(str(self._trainer.state.best_model_checkpoint))
         examined: inspection.Examination | None = None
         with raise_on_all_ranks():
             if self._trainer.args.should_save:
-                # The stock Trainer only warns, and keeps the last weights.
-                if not checkpoint.is_dir():
-                    raise CheckpointError(
-                        f"{checkpoint}, the best checkpoint, is not there any more: the best model cannot be loaded "
-                        f"({inspection.name_newest_complete(checkpoint.parent)})"
-                    )
-                examined = inspection.examine_or_raise(checkpoint)
+                examined = _examine_best(Path(str(self._trainer.state.best_model_checkpoint)))
         load_best_model(self._trainer, own)
         with raise_on_all_ranks():
             if examined is not None:
                 examined.check_again()
 
     def _finalize_training(self, own: Callable[..., Any], trial: Any, *more: Any) -> Any:
-        """Replace ``own``, so that checkpoints are marked as unfinished before their removal."""
-        args, state = self._trainer.args, self._trainer.state
+        """Mark checkpoints as unfinished before their removal."""
+        args = self._trainer.args
         if self._session() is None or not args.should_save or args.save_total_limit != 1:
             return own(trial, *more)
         args.save_total_limit = None
@@ -174,14 +175,17 @@ class CheckpointSaver:
             output = own(trial, *more)
         finally:
             args.save_total_limit = 1
-        if state.best_model_checkpoint is not None:
-            run_directory = Path(self._trainer._get_output_dir(trial))
-            try:
-                with self._lock(run_directory):
-                    unfinished_marker.keep_only(Path(state.best_model_checkpoint), run_directory)
-            except CheckpointError as error:  # another run holds the lock
-                logger.warning(f"checkpoints other than the best one stay in {run_directory} ({error})")
+        best = self._trainer.state.best_model_checkpoint
+        if best is not None:
+            self._keep_only(Path(best), Path(self._trainer._get_output_dir(trial)))
         return output
+
+    def _keep_only(self, best: Path, run_directory: Path) -> None:
+        try:
+            with self._lock(run_directory):
+                unfinished_marker.keep_only(best, run_directory)
+        except CheckpointError as error:  # another run holds the lock
+            logger.warning(f"checkpoints other than the best one stay in {run_directory} ({error})")
 
     def _report_failure(self, checkpoint: Path, session: TrainerSession, errors: list[BaseException]) -> None:
         first = errors[0] if errors else None
@@ -193,8 +197,18 @@ class CheckpointSaver:
         logger.error(f"{message}. Training goes on and tries again at the next save (save_failure='stop' would end it)")
 
 
+def _examine_best(checkpoint: Path) -> inspection.Examination:
+    # The stock Trainer only warns, and keeps the last weights.
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint}, the best checkpoint, is not there any more: the best model cannot be loaded "
+            f"({inspection.name_newest_complete(checkpoint.parent)})"
+        )
+    return inspection.examine_or_raise(checkpoint)
+
+
 def max_over_ranks(number: int, trainer: Trainer) -> int:
-    """Return the maximum of ``number`` over all ranks. A collective call."""
+    """A collective call."""
     if not is_distributed():
         return number
     # NCCL does not support CPU tensors.
@@ -204,11 +218,10 @@ def max_over_ranks(number: int, trainer: Trainer) -> int:
 
 
 def is_write_failure(error: BaseException) -> bool:
-    """Return whether Python, safetensors, torch.save or torch.distributed.checkpoint failed to write a file."""
     if isinstance(error, RuntimeError):
         texts_of_torch_save = ("inline_container", "PytorchStreamWriter", "iostream", "Parent directory")
         return any(text in str(error) for text in texts_of_torch_save)
-    failures: Any = getattr(error, "failures", None)  # of torch.distributed.checkpoint, by rank
+    failures: Any = getattr(error, "failures", None)  # by rank, of torch.distributed.checkpoint
     if isinstance(failures, dict):
         return any(is_write_failure(failure[0]) for failure in failures.values())
     return isinstance(error, (OSError, SafetensorError))

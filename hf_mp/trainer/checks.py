@@ -1,4 +1,4 @@
-"""Check settings, model and optimizer of a Trainer. All checks raise a ValueError that says what to change."""
+"""Check settings, model and optimizer of a Trainer. All checks raise a ValueError with advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_mp.ranks.parallelism import is_dtensor
 
 
 def check_no_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -> None:
-    """Raise if ``args`` or the environment set another mixed precision, or a setting that ``policy`` excludes."""
+    """Raise for another mixed precision, or a setting that ``policy`` excludes."""
     # accelerate would add its own autocast, and scale the loss a second time.
     for name in ("fp16", "bf16"):
         if getattr(args, name):
@@ -41,7 +41,6 @@ def check_no_other_precision(args: TrainingArguments, policy: PrecisionPolicy) -
 
 
 def _check_settings_supported(args: TrainingArguments, policy: PrecisionPolicy) -> None:
-    """Raise for FSDP1, 16-bit evaluation, DeepSpeed, and several GPUs in one process."""
     version = fsdp_version(args)
     if version not in (None, 2):
         raise ValueError(
@@ -57,7 +56,7 @@ def _check_settings_supported(args: TrainingArguments, policy: PrecisionPolicy) 
             f"DeepSpeed brings its own FP16 optimizer, which hf_mp cannot work with: remove {setting}, or use the "
             "stock Trainer"
         )
-    # DataParallel replicates modules without the instance attributes that hf_mp sets.
+    # DataParallel replicates modules without their instance attributes.
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs in one process make the Trainer use DataParallel, whose replicas bypass mixed "
@@ -69,7 +68,6 @@ _OF_BITSANDBYTES = re.compile("bnb|paged|lion_|ademamix|^(?!.*torch).*8bit")  # 
 
 
 def _check_optimizer(optim: str, args: TrainingArguments) -> None:
-    """Raise for optimizers that update inside backward, and under FSDP2 for those of bitsandbytes."""
     if optim.endswith("layerwise") or "lomo" in optim:
         raise ValueError(
             f"optim={optim!r} updates inside backward, where an overflow cannot be skipped: use optim='adamw_torch'"
@@ -82,7 +80,6 @@ def _check_optimizer(optim: str, args: TrainingArguments) -> None:
 
 
 def _check_processes_joined(args: TrainingArguments) -> None:
-    """Raise if a launcher started several processes without a process group."""
     started = os.environ.get("WORLD_SIZE", "1")
     if started.isdecimal() and int(started) > 1 and args.parallel_mode is ParallelMode.NOT_PARALLEL:
         raise ValueError(
@@ -93,35 +90,33 @@ def _check_processes_joined(args: TrainingArguments) -> None:
 
 
 def fsdp_version(args: TrainingArguments) -> int | None:
-    """Return the version of FSDP in ``args`` or the environment; 0 for XLA's, None if FSDP is off."""
-    if args.fsdp:
-        settings: Any = args.fsdp_config or {}
-        default = settings.get("version", 1)
-        return 0 if settings.get("xla") else int((args.fsdp_plugin_args or {}).get("fsdp_version", default))
-    return int(os.environ.get("FSDP_VERSION", "1")) if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
+    """Return the version of FSDP in ``args`` or the environment; 0 for XLA's, None without FSDP."""
+    if not args.fsdp:
+        return int(os.environ.get("FSDP_VERSION", "1")) if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
+    settings: Any = args.fsdp_config or {}
+    if settings.get("xla"):
+        return 0
+    return int((args.fsdp_plugin_args or {}).get("fsdp_version", settings.get("version", 1)))
 
 
 def check_not_lean(policy: PrecisionPolicy) -> None:
-    """Raise for a lean policy, which a callback does not support."""
     if policy.is_lean:
-        usual = str(policy).replace("-lean", "")
         raise ValueError(
             f"precision={str(policy)!r} keeps the FP32 masters in the optimizer, which a callback cannot replace: "
-            f"the Trainer owns it. Use MixedPrecisionCallback({usual!r}), or MixedPrecisionTrainer with "
-            f"precision={str(policy)!r}"
+            f"the Trainer owns it. Use MixedPrecisionCallback({str(policy).replace('-lean', '')!r}), or "
+            f"MixedPrecisionTrainer with precision={str(policy)!r}"
         )
 
 
 def check_model_and_optimizer(model: nn.Module | None, optimizer: Optimizer | None, trainer: Trainer | None) -> None:
-    """Raise if a Trainer passes no model or optimizer to callbacks, or did not wrap its model for several ranks."""
     if model is None or optimizer is None:
         raise ValueError(
             "this Trainer does not hand its model and its optimizer to on_train_begin, so a step that overflows could "
             "not be skipped: use hf_mp.prepare(model, optimizer) where it makes them"
         )
-    # accelerate has not prepared the model if it is not wrapped.
-    world_size = 1 if trainer is None or trainer.model_wrapped is not model else trainer.args.world_size
-    if world_size > 1 and not any(map(is_dtensor, model.parameters())):
+    world_size = 1 if trainer is None else trainer.args.world_size
+    is_wrapped = trainer is None or trainer.model_wrapped is not model or any(map(is_dtensor, model.parameters()))
+    if world_size > 1 and not is_wrapped:
         raise ValueError(
             f"this is one of {world_size} processes, and the Trainer has wrapped its model neither in DDP nor in FSDP: "
             "each would train alone. If evaluation_loop() ran before train(), leave it out, or make a new Trainer"
@@ -129,7 +124,6 @@ def check_model_and_optimizer(model: nn.Module | None, optimizer: Optimizer | No
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise for wrappers that hide a forward, and for quantized models without trainable parameters."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod") or isinstance(model, (DistributedDataParallel, torch.jit.ScriptModule)):
         raise ValueError(
@@ -150,7 +144,6 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_dtype_of_late_model(model: nn.Module, args: TrainingArguments, *, resumed: bool) -> None:
-    """Raise for a 16-bit model that was created too late to get FP32 master weights."""
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in LOWER_PRECISION_DTYPES}
     if dtypes and (resumed or args.world_size > 1):
         reason = "loading the checkpoint rounded its FP32 weights" if resumed else "DDP has laid out its buckets"

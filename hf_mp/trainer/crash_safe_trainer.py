@@ -6,7 +6,7 @@ import signal
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import Trainer
@@ -52,7 +52,7 @@ class CrashSafe(Trainer):
         """Train as the stock Trainer, with a lock of the output directory and with signal handlers.
 
         ``resume_from_checkpoint=True``, or the path of an unfinished checkpoint, loads the newest complete one; a
-        warning names newer ones and their problems. A path to a damaged or unsafe checkpoint raises.
+        warning names newer ones and their problems.
         """
         preemption = self._preemption
         with ExitStack() as at_end:
@@ -63,16 +63,14 @@ class CrashSafe(Trainer):
                 if self.session.settings.handle_preemption:
                     at_end.enter_context(preemption.handling_signals())
                 output = super().train(checkpoint, *args, **kwargs)
-                if not preemption.requested and max_over_ranks(int(preemption.received is not None), self):
-                    # The signal came after the last step. The best weights may have replaced the last ones.
-                    preemption.requested = bool(self._last_checkpoint(save=not self.args.load_best_model_at_end))
+                if not preemption.requested:
+                    preemption.requested = self._save_after_late_signal()
             except LossScaleError as error:  # weights and optimizer are those of the last taken step
                 self._keep_last_state(error)
                 raise
         if preemption.requested:
             self._end_preempted()
-        # No checkpoint could be saved: the signal has its default effect.
-        if preemption.received is not None:
+        if preemption.received is not None:  # without a checkpoint, the signal has its default effect
             signal.raise_signal(getattr(signal, preemption.received))
         return output
 
@@ -89,49 +87,53 @@ class CrashSafe(Trainer):
             inspection.warn_of_missing_state(examined, self.args.world_size)
         return examined
 
-    def _last_checkpoint(self, *, save: bool) -> Path | None:
-        """Return the checkpoint of the last step. If it is missing, save it, or return None without ``save``."""
-        checkpoint = Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        is_missing = max_over_ranks(int(not (checkpoint / MANIFEST_NAME).is_file()), self)
-        if not is_missing:
-            return checkpoint
-        if not save:
-            return None
-        assert self.model is not None
-        self._save_checkpoint(self.model, None)
-        return checkpoint
+    @property
+    def _last_checkpoint(self) -> Path:
+        return Path(str(self.args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+
+    def _save_after_late_signal(self) -> bool:
+        """Save the last step if a process received a signal after it; return whether it has a checkpoint."""
+        if not max_over_ranks(int(self._preemption.received is not None), self):
+            return False
+        # The best weights may have replaced the last ones.
+        return self._ensure_last_checkpoint(may_save=not self.args.load_best_model_at_end)
+
+    def _ensure_last_checkpoint(self, *, may_save: bool) -> bool:
+        """Save the checkpoint of the last step if it is missing and ``may_save``; return whether there is one."""
+        is_missing = max_over_ranks(int(not (self._last_checkpoint / MANIFEST_NAME).is_file()), self)
+        if is_missing and may_save:
+            self._save_checkpoint(cast(nn.Module, self.model), None)
+        return may_save or not is_missing
 
     def _keep_last_state(self, error: LossScaleError) -> None:
-        """Save a checkpoint of the last taken step, and add its path to ``error``."""
         if not self.state.global_step:
             return
         try:
-            checkpoint = self._last_checkpoint(save=True)
+            self._ensure_last_checkpoint(may_save=True)
             if not self._saves.has_failed:
-                error.add_note(f"The weights and the optimizer's state of the last good step are in {checkpoint}.")
+                error.add_note(
+                    f"The weights and the optimizer's state of the last good step are in {self._last_checkpoint}."
+                )
         except CheckpointError as failure:
             error.add_note(str(failure))
 
     def _end_preempted(self) -> None:
-        """Raise ``Preempted``, or a CheckpointError if its checkpoint was not saved."""
-        step = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        checkpoint = self._last_checkpoint
         name = self._preemption.received or "a signal to another process"
         if self._saves.has_failed:
-            raise CheckpointError(f"{name} ended the run, and {step} could not be saved: the messages above say why")
-        preempted = Preempted(name, str(Path(str(self.args.output_dir), step)))
+            raise CheckpointError(
+                f"{name} ended the run, and {checkpoint.name} could not be saved: the messages above say why"
+            )
+        preempted = Preempted(name, str(checkpoint))
         if self.args.should_save:
             logger.warning(
                 f"{preempted}: exit code {preempted.code}, and train(resume_from_checkpoint=True) goes on from there"
             )
         raise preempted
 
-    # Loading
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        loaded = self.model if model is None else model
-        assert loaded is not None
         load_from_checkpoint(self, super()._load_from_checkpoint, resume_from_checkpoint, model)
-        loaded_state.check_parameters(resume_from_checkpoint, loaded)
+        loaded_state.check_parameters(resume_from_checkpoint, cast(nn.Module, self.model if model is None else model))
 
     def _load_best_model(self) -> None:
         load_best_model(self, super()._load_best_model)
@@ -139,5 +141,6 @@ class CrashSafe(Trainer):
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
         if self._resumed_from is not None:
-            best = resuming.find_best_checkpoint(self._resumed_from, self.state.best_model_checkpoint)
-            self.state.best_model_checkpoint = best
+            self.state.best_model_checkpoint = resuming.find_best_checkpoint(
+                self._resumed_from, self.state.best_model_checkpoint
+            )

@@ -1,4 +1,4 @@
-"""Find the Trainer that calls a callback, extend its methods, and work around its use of accelerate."""
+"""Find the Trainer that calls a callback, extend its methods, and work around accelerate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from transformers import Trainer, TrainerCallback
 
 
 def find_calling_trainer(callback: TrainerCallback) -> Trainer | None:
-    """Return the Trainer that is calling ``callback``, from the stack; None if there is none."""
+    """Return the Trainer on the stack that is calling ``callback``, or None."""
     # Transformers does not pass the Trainer to its callbacks.
-    for variables in _callers():
-        caller = variables.get("self")
-        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
-            return caller
-    return None
+    trainers = (variables["self"] for variables in _callers() if isinstance(variables.get("self"), Trainer))
+    return next((trainer for trainer in trainers if callback in trainer.callback_handler.callbacks), None)
 
 
 def extend_method(trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
@@ -30,37 +27,39 @@ def extend_method(trainer: Trainer, name: str, around: Callable[..., Any]) -> No
 
     Several functions may extend one method. It is set on the instance, for subclasses of other libraries.
     """
+    # Each call creates a new partial or closure, so functions are compared by name.
     function = inspect.unwrap(getattr(around, "func", around))
-    identity = f"{function.__module__}.{function.__qualname__}"
+    function_name = f"{function.__module__}.{function.__qualname__}"
     own = getattr(trainer, name)
     extended_by = getattr(own, "_extended_by", ())
-    if identity not in extended_by:
+    if function_name not in extended_by:
         extended: Any = functools.wraps(own)(functools.partial(around, own))
-        extended._extended_by = (*extended_by, identity)
+        extended._extended_by = (*extended_by, function_name)
         vars(trainer)[name] = extended
 
 
 def resumed_checkpoint(trainer: Trainer | None) -> Path | None:
-    """Return the checkpoint that the ``train()`` on the stack resumes from; None if there is none."""
-    for variables in _callers() if trainer is not None else ():
-        # Local variable of Trainer.train and of its inner loop, where True has been replaced by a path.
-        checkpoint = variables.get("resume_from_checkpoint")
-        if variables.get("self") is trainer and isinstance(checkpoint, (str, os.PathLike)):
-            return Path(checkpoint)
-    return None
+    """Return the checkpoint that the ``train()`` on the stack resumes from, or None."""
+    # In train() and its inner loop, where True has been replaced by a path.
+    checkpoint = _find_variable(trainer, "resume_from_checkpoint", (str, os.PathLike))
+    return None if checkpoint is None else Path(checkpoint)
 
 
 def norm_to_log(trainer: Trainer | None) -> Tensor | None:
-    """Return the tensor ``grad_norm`` of the training loop on the stack, which the Trainer logs."""
-    for variables in _callers() if trainer is not None else ():
-        norm = variables.get("grad_norm")
-        if variables.get("self") is trainer and isinstance(norm, Tensor):
-            return norm
-    return None
+    """Return the tensor that the training loop on the stack logs as ``grad_norm``, or None."""
+    return cast("Tensor | None", _find_variable(trainer, "grad_norm", Tensor))
+
+
+def _find_variable(trainer: Trainer | None, name: str, kind: Any) -> Any:
+    """Return the innermost variable ``name`` of class ``kind`` in the methods of ``trainer`` on the stack, or None."""
+    if trainer is None:
+        return None
+    values = (variables.get(name) for variables in _callers() if variables.get("self") is trainer)
+    return next((value for value in values if isinstance(value, kind)), None)
 
 
 def _callers() -> Iterator[dict[str, Any]]:
-    """Yield the local variables of each frame on the stack, the innermost first."""
+    """Yield the local variables of each frame, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame.f_locals
@@ -68,10 +67,7 @@ def _callers() -> Iterator[dict[str, Any]]:
 
 
 def clear_prepared_mark(trainer: Trainer | None) -> None:
-    """Remove accelerate's mark from a model that was prepared for an evaluation.
-
-    ``prepare_model`` returns a marked model unchanged, so training would run without DDP.
-    """
+    """Remove accelerate's mark of a model that was prepared for an evaluation: with it, training runs without DDP."""
     if trainer is None or trainer.is_in_train or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
     if trainer.model_wrapped is trainer.model:
@@ -79,15 +75,17 @@ def clear_prepared_mark(trainer: Trainer | None) -> None:
 
 
 def check_regional_compile(trainer: Trainer | None) -> None:
-    """Raise a ValueError if ``torch_compile=True`` compiles a whole FSDP2 model instead of its repeated blocks.
+    """Raise a ValueError if ``torch_compile=True`` compiles a whole FSDP2 model.
 
     Dynamo cannot trace FSDP2's all-gather while an autocast in Python is active.
     """
     if trainer is None or not trainer.is_fsdp_enabled:
         return
     plugin, model = trainer.accelerator.state.dynamo_plugin, cast(Any, trainer.model)
-    is_regional = plugin.use_regional_compilation and (model is None or has_repeated_blocks(model))
-    if plugin.backend is not DynamoBackend.NO and not is_regional:
+    if plugin.backend is DynamoBackend.NO:
+        return
+    can_be_regional = model is None or has_repeated_blocks(model)
+    if not (plugin.use_regional_compilation and can_be_regional):
         raise ValueError(
             f"torch_compile=True compiles all of {type(model).__name__}, which torch.compile cannot trace under FSDP2 "
             "once it is attached: set ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true, with which equal blocks are "

@@ -13,15 +13,7 @@ from hf_mp.step.mixed_precision import MixedPrecision
 
 
 def replace_first_backward(runtime: MixedPrecision, args: TrainingArguments, accelerator: Any) -> Callable[[], None]:
-    """Replace ``accelerator.backward``, for its next call, by a function that checks for scale leaks first.
-
-    The check runs five more backwards with a retained graph. Weights, buffers, RNG states and gradients are restored,
-    so training is unchanged, bit for bit. ``runtime`` is attached, with a loss scale.
-
-    Returns:
-        A function that restores ``accelerator.backward``; it may be called several times.
-    """
-
+    """Make the next ``accelerator.backward`` check for scale leaks; return a function that undoes this."""
     restore_earlier: Any = getattr(accelerator.backward, "restore", None)
     if restore_earlier is not None:  # an earlier run failed before its first backward
         restore_earlier()
@@ -30,28 +22,37 @@ def replace_first_backward(runtime: MixedPrecision, args: TrainingArguments, acc
     # DDP would reduce the gradients of each backward, and a compiled backward does not retain its graph.
     if args.world_size > 1 or is_compiled:
         return lambda: None
-    backward, own = accelerator.backward, vars(accelerator).get("backward")
-    is_first = True
+    return _FirstBackward(runtime, accelerator).restore
 
-    def restore() -> None:
-        # Unless other code has replaced it since.
-        if vars(accelerator).get("backward") is checked:
-            del accelerator.backward
-            if own is not None:
-                accelerator.backward = own
 
-    def checked(loss: Tensor, **kwargs: Any) -> None:
-        nonlocal is_first
-        restore()
-        model = runtime.model
+class _FirstBackward:
+    """Replacement of ``accelerator.backward`` for its next call.
+
+    It runs five more backwards with a retained graph, and restores weights, buffers, RNG states and gradients: training
+    is unchanged, bit for bit.
+    """
+
+    def __init__(self, runtime: MixedPrecision, accelerator: Any) -> None:
+        self._runtime, self._accelerator = runtime, accelerator
+        self._backward = accelerator.backward
+        self._set_before = vars(accelerator).get("backward")
+        self._is_first = True  # other code may store this object, and call it again
+        # Set on the instance: accelerate has no hook for backward.
+        accelerator.backward = self
+
+    def restore(self) -> None:
+        if vars(self._accelerator).get("backward") is self:
+            del self._accelerator.backward
+            if self._set_before is not None:
+                self._accelerator.backward = self._set_before
+
+    def __call__(self, loss: Tensor, **kwargs: Any) -> None:
+        self.restore()
+        model = self._runtime.model
         # A failed step may have left gradients, which the check would compare too.
         has_no_gradients = model is not None and all(parameter.grad is None for parameter in model.parameters())
-        check_now, is_first = is_first and has_no_gradients, False
-        if check_now:
-            raise_on_leaks(runtime, lambda: backward(loss, **{**kwargs, "retain_graph": True}))
-        backward(loss, **kwargs)
-
-    # Set on the instance: accelerate has no hook for backward.
-    checked.restore = restore  # type: ignore[attr-defined]
-    accelerator.backward = checked
-    return restore
+        is_checked = self._is_first and has_no_gradients
+        self._is_first = False
+        if is_checked:
+            raise_on_leaks(self._runtime, lambda: self._backward(loss, **{**kwargs, "retain_graph": True}))
+        self._backward(loss, **kwargs)

@@ -10,17 +10,14 @@ from torch import nn
 
 from hf_mp.step.forward import entry_points
 
-_ARGUMENT, _OPTION = "fused_lm_head", "cast_lm_head_to_fp32"  # of trl.trainer.utils.add_fused_lm_head
+# Argument and closure variable of the forward in trl.trainer.utils.add_fused_lm_head.
+_ARGUMENT, _OPTION = "fused_lm_head", "cast_lm_head_to_fp32"
 
 
 def set_fused_heads_to_fp32(model: nn.Module) -> Callable[[], None]:
     """Make TRL's fused heads in ``model`` compute in FP32, also if the config has no such option (DPO, RLOO).
 
-    Returns:
-        A function that restores them.
-
-    Raises:
-        ValueError: for a fused head without an FP32 option.
+    Returns a function that restores them.
     """
     before = [(cell, cell.cell_contents) for module in entry_points(model) for cell in _option_cells(module)]
     for cell, _ in before:
@@ -34,11 +31,11 @@ def set_fused_heads_to_fp32(model: nn.Module) -> Callable[[], None]:
 
 
 def _option_cells(module: nn.Module) -> Iterator[CellType]:
-    """Yield the closure cell of the FP32 option of each fused forward in the chain of wrappers of ``module``."""
+    """Yield the cell of the option of each fused forward in the wrappers of ``module``."""
     forward: Any = module.__dict__.get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)
-        code = getattr(function, "__code__", None)
+        code: Any = getattr(function, "__code__", None)
         if code is not None and _ARGUMENT in code.co_varnames:
             if _OPTION not in code.co_freevars:
                 raise ValueError(

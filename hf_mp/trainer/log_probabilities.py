@@ -68,9 +68,6 @@ def log_probability_gap(
         clip: half the range of the ratio in which PPO and GRPO do not clip; default 0.2.
         temperature: divisor of the logits in TRL's ``fused_lm_head``; default 1.
 
-    Returns:
-        A :class:`LogProbabilityGap`.
-
     Raises:
         ValueError: for ``new_tokens`` if nothing is sampled; positive or infinite log-probabilities; other shapes;
             unsupported tensors in ``batch`` (images, ``position_ids`` of packed sequences); and no token to compare.
@@ -97,15 +94,14 @@ def log_probability_gap(
         if generated is not None:
             generation = generated[:, first - is_compared.shape[1] :]
         else:
-            # The fused head has divided the logits by the temperature.
-            generation = _compute_one_by_one(model, batch, first, temperature if batch.get("fused_lm_head") else 1.0)
+            divisor = temperature if batch.get("fused_lm_head") else 1.0  # the fused head divides logits by it
+            generation = _compute_one_by_one(model, batch, first, divisor)
     is_compared = is_compared[:, first:]
     reference = generation[is_compared].double()
     return _compare(training[is_compared].double() - reference, reference, clip)
 
 
 def _label_generated(model: Any, batch: Mapping[str, Tensor], generated: Tensor) -> dict[str, Tensor]:
-    """Return ``batch`` with labels for the tokens that have a log-probability in ``generated``."""
     ids = batch["input_ids"]
     rows, length = ids.shape
     if generated.dim() != 2 or len(generated) != rows or not 0 < generated.shape[1] < length:
@@ -124,7 +120,6 @@ def _label_generated(model: Any, batch: Mapping[str, Tensor], generated: Tensor)
 
 
 def _sample(model: Any, batch: Mapping[str, Tensor], new_tokens: int | None) -> dict[str, Tensor]:
-    """Return ``batch`` continued by sampled tokens, which are its labels."""
     new_tokens = 32 if new_tokens is None else new_tokens
     prompt, mask = batch["input_ids"], _mask(batch)
     ids = model.generate(
@@ -163,14 +158,10 @@ def _find_compared_tokens(batch: Mapping[str, Any]) -> Tensor:
             f"labels have shape {tuple(labels.shape)}, and input_ids {tuple(ids.shape)}: one label for each token, "
             f"{IGNORED} where it does not count"
         )
+    supported = {*_SUPPORTED, "position_ids"} if _has_usual_positions(batch) else _SUPPORTED
     others = [
-        name for name, value in batch.items() if isinstance(value, Tensor) and value.dim() and name not in _SUPPORTED
+        name for name, value in batch.items() if isinstance(value, Tensor) and value.dim() and name not in supported
     ]
-    if "position_ids" in others:
-        # Allowed if they equal those of generation, except for padding.
-        mask = _mask(batch)
-        if not ((batch["position_ids"] != positions_of(mask)) & (mask != 0)).any():
-            others.remove("position_ids")
     if others:
         raise ValueError(
             f"batch has {', '.join(others)}, which generation token by token does not take: unpack sequences that "
@@ -180,6 +171,12 @@ def _find_compared_tokens(batch: Mapping[str, Any]) -> Tensor:
     if not is_compared.any():
         raise ValueError(f"all labels are {IGNORED}, or all of generated is NaN: no token counts")
     return is_compared
+
+
+def _has_usual_positions(batch: Mapping[str, Any]) -> bool:
+    """Return whether ``position_ids`` are those of generation, except for padding."""
+    mask, positions = _mask(batch), batch.get("position_ids")
+    return not isinstance(positions, Tensor) or not ((positions != positions_of(mask)) & (mask != 0)).any()
 
 
 def _compute_one_by_one(model: Any, batch: Mapping[str, Any], first: int, temperature: float) -> Tensor:
@@ -194,8 +191,9 @@ def _compute_one_by_one(model: Any, batch: Mapping[str, Any], first: int, temper
     for column in range(first, ids.shape[1]):
         inputs = {cache_name: cache, **_positions(model, mask[:, :column], start), **last_only}
         output = model(input_ids=ids[:, start:column], attention_mask=mask[:, :column], use_cache=True, **inputs)
-        cache, start, logits = output[cache_name], column, output.logits[:, -1:]
-        columns.append(_of_chosen(logits.float() / temperature, ids[:, column : column + 1]))
+        logits = output.logits[:, -1:].float() / temperature
+        columns.append(_of_chosen(logits, ids[:, column : column + 1]))
+        cache, start = output[cache_name], column
     return torch.cat(columns, 1)
 
 

@@ -1,4 +1,4 @@
-"""Load the resumed or best model of a Trainer, and raise an error for tensors that are not loaded."""
+"""Load the resumed or best model of a Trainer; tensors that are not loaded are an error."""
 
 from __future__ import annotations
 
@@ -25,25 +25,17 @@ _STATE = "optimizer.state."  # prefix of PARAMETER.KEY in shards
 def load_from_checkpoint(
     trainer: Trainer, own: Callable[..., None], checkpoint: str, model: nn.Module | None = None
 ) -> None:
-    """Load the model of ``checkpoint``. ``own`` is the original ``_load_from_checkpoint``.
-
-    Raises:
-        CheckpointError: for tensors that do not fit, and trainable parameters that were not loaded.
-    """
-    loaded: Any = trainer.model if model is None else model
+    """``own`` is the original ``_load_from_checkpoint``."""
     # Methods of other libraries may have no `model` argument.
-    _load(trainer, own, Path(checkpoint), loaded, (checkpoint,) if model is None else (checkpoint, model))
+    arguments = (checkpoint,) if model is None else (checkpoint, model)
+    _load(trainer, own, Path(checkpoint), trainer.model if model is None else model, arguments)
 
 
 def load_best_model(trainer: Trainer, own: Callable[..., None]) -> None:
-    """Load the best model of a run; see :func:`load_from_checkpoint`."""
-    loaded: Any = trainer.model
-    _load(trainer, own, Path(str(trainer.state.best_model_checkpoint)), loaded, ())
+    _load(trainer, own, Path(str(trainer.state.best_model_checkpoint)), trainer.model, ())
 
 
-def _load(
-    trainer: Trainer, own: Callable[..., None], checkpoint: Path, model: nn.Module, arguments: tuple[Any, ...]
-) -> None:
+def _load(trainer: Trainer, own: Callable[..., None], checkpoint: Path, model: Any, arguments: tuple[Any, ...]) -> None:
     if trainer.is_deepspeed_enabled:  # it loads strictly, and its writes change no version counter
         own(*arguments)
         return
@@ -58,7 +50,6 @@ def _load(
 
 
 def _reads_plain_files(trainer: Trainer, own: Any, model: nn.Module) -> bool:
-    """Return whether ``own`` is the stock method and would read files of ``save_pretrained``."""
     is_stock = getattr(own, "__func__", None) in (Trainer._load_from_checkpoint, Trainer._load_best_model)
     has_shards = trainer.is_fsdp_enabled or is_sharded(model)
     # Quantizers save other tensors than those of the model.
@@ -68,7 +59,7 @@ def _reads_plain_files(trainer: Trainer, own: Any, model: nn.Module) -> bool:
 def _check_fsdp_file(checkpoint: Path, model: nn.Module) -> None:
     """Raise if trainable parameters are not in the file of FSDP2's full state. A collective call.
 
-    torch writes missing parameters with their own values, so their versions change too.
+    torch writes them with their own values, so their versions change.
     """
     names = _names_in(checkpoint / f"{FSDP_MODEL_NAME}.bin")
     if names is not None:
@@ -86,8 +77,7 @@ def allowing_no_state(trainer: Trainer, checkpoint: str) -> Iterator[None]:
     names = _names_with_state(Path(checkpoint)) if trainer.is_fsdp_enabled else None
     without: list[nn.Parameter] = []
     if names is not None:
-        trained = [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-        without = [parameter for name, parameter in trained if name not in names]
+        without = [p for name, p in model.named_parameters() if p.requires_grad and plain_name(name) not in names]
     try:
         for parameter in without:
             parameter.requires_grad_(False)
@@ -98,7 +88,7 @@ def allowing_no_state(trainer: Trainer, checkpoint: str) -> Iterator[None]:
 
 
 def _names_with_state(checkpoint: Path) -> set[str] | None:
-    """Return the names of parameters with optimizer state; None for an unsupported format. A collective call."""
+    """Return the names of parameters with optimizer state; None for another format. A collective call."""
     names = _names_in(checkpoint / "optimizer.bin", "state")
     if names is not None:
         return names
@@ -106,13 +96,12 @@ def _names_with_state(checkpoint: Path) -> set[str] | None:
     if metadata.is_file():
         with metadata.open("rb") as file:
             stored = ShardMetadata(file).load().state_dict_metadata
-        states = [name.removeprefix(_STATE) for name in stored if name.startswith(_STATE)]
-        names = {name.rpartition(".")[0] for name in states}
+        names = {name.removeprefix(_STATE).rpartition(".")[0] for name in stored if name.startswith(_STATE)}
     return _first_of_ranks(names)
 
 
 def _names_in(path: Path, *keys: str) -> set[str] | None:
-    """Return the keys of the mapping under ``keys`` in a file of torch.save; None without a file. A collective call."""
+    """Return the keys of the mapping under ``keys`` in a file of torch.save, or None. A collective call."""
     names: set[str] | None = None
     with raise_on_all_ranks():
         if path.is_file():

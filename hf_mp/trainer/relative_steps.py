@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers.optimization import AdafactorSchedule
 
 
 class _ScheduleOfFreedGradients(AdafactorSchedule):
-    """Transformers' schedule, reading the rates of parameters with optimizer state instead of those with a gradient."""
+    """Reads the rates of parameters with optimizer state instead of those with a gradient."""
 
     def get_lr(self) -> list[Any]:
         optimizer: Any = self.optimizer
@@ -19,16 +20,8 @@ class _ScheduleOfFreedGradients(AdafactorSchedule):
 
 
 def report_rates_without_gradients(schedule: Any) -> Callable[[], None]:
-    """Make an ``AdafactorSchedule`` report its rates after gradients were freed; ignore other schedules.
-
-    Returns:
-        A function that restores ``schedule``.
-    """
+    """Replace the class of an ``AdafactorSchedule``; return a function that restores it."""
     if type(schedule) is not AdafactorSchedule:
         return lambda: None
     schedule.__class__ = _ScheduleOfFreedGradients  # an attribute would be saved with the schedule
-
-    def restore() -> None:
-        schedule.__class__ = AdafactorSchedule
-
-    return restore
+    return partial(setattr, schedule, "__class__", AdafactorSchedule)

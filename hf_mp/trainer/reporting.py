@@ -1,4 +1,4 @@
-"""Reports of a Trainer run: precision contract, precision log and HTML report, warning about skipped steps."""
+"""Reports of a Trainer run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start_recording(
 ) -> PrecisionRecorder | None:
     """Start the recorder of ``runtime``, or return the one that it has; None if recording is off.
 
-    Only the first process records: when gradients are recorded, they are equal on all.
+    Only the first process records: recorded gradients are equal on all.
     """
     if not (settings.histogram_steps or settings.precision_report) or args.process_index != 0:
         return None
@@ -63,19 +63,13 @@ def show_contract(
     args: TrainingArguments,
     recorder: PrecisionRecorder | None,
 ) -> None:
-    """Print the contract of a run and its risks, and record it for the report; only on the first process."""
+    """Print the contract of a run and its risks, and record it; only on the first process."""
     if args.process_index == 0:
-        # tqdm.write() leaves the progress bar intact.
-        headline = f"precision contract of this run: {_precision_of(settings)}"
-        tqdm.write("\n".join(filter(None, (headline, str(contract), risks))))
+        note = ", the default on every machine" if isinstance(settings.precision, Default) else ""
+        headline = f"precision contract of this run: {settings.policy}{note}"
+        tqdm.write("\n".join(filter(None, (headline, str(contract), risks))))  # leaves the progress bar intact
         if recorder is not None:
             recorder.note_contract(contract)
-
-
-def _precision_of(settings: SessionSettings) -> str:
-    """Describe the precision of a run, and whether it is the default."""
-    is_default = isinstance(settings.precision, Default)
-    return f"{settings.policy}{', the default on every machine' if is_default else ''}"
 
 
 def warn_of_skipped_steps(before: PrecisionStats, after: PrecisionStats, reports: Sequence[OverflowReport]) -> None:
@@ -83,17 +77,20 @@ def warn_of_skipped_steps(before: PrecisionStats, after: PrecisionStats, reports
     steps, skipped = after.steps - before.steps, after.skipped_steps - before.skipped_steps
     if 2 * skipped <= steps:
         return
-    scale = scale_text(after.loss_scale)
-    advice = f"The loss scale ({scale} now) had not found its level yet, or explain_overflows=False hid the reason."
     if reports:
         advice = reports[-1].advice or DEFAULT_ADVICE
-    which = "all" if skipped == steps else "the others"
-    taken = f"{steps - skipped} of {steps} steps were taken"
-    logger.warning(f"{taken}: {which} were skipped for inf or NaN in their gradients. {advice}")
+    else:
+        scale = scale_text(after.loss_scale)
+        advice = f"The loss scale ({scale} now) had not found its level yet, or explain_overflows=False hid the reason."
+    subject = "all" if skipped == steps else "the others"
+    logger.warning(
+        f"{steps - skipped} of {steps} steps were taken: {subject} were skipped for inf or NaN in their gradients. "
+        f"{advice}"
+    )
 
 
 def end_recording(recorder: PrecisionRecorder, *, with_report: bool) -> None:
-    """End the log of a run, and write its HTML report if ``with_report``; a failed write is a warning."""
+    """A failed write is a warning."""
     recorder.end()
     if with_report:
         try:

@@ -19,7 +19,7 @@ from hf_mp.trainer.session import TrainerSession
 
 
 def extend_save(trainer: Trainer, session: Callable[[], TrainerSession | None]) -> None:
-    """Extend ``trainer._save`` so that models are saved and pushed to the Hub in the dtypes of ``session()``."""
+    """Save models, and push them to the Hub, in the dtypes of ``session()``."""
 
     def _save(
         own: Callable[..., None], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
@@ -31,8 +31,7 @@ def extend_save(trainer: Trainer, session: Callable[[], TrainerSession | None]) 
         if not dtypes or is_checkpoint or not trainer.args.should_save:
             own(output_dir, state_dict)
             return
-        cast = _cast(state_dict or trainer.model.state_dict(), dtypes)  # type: ignore[union-attr]
-        own(output_dir, cast)
+        own(output_dir, _cast(state_dict or trainer.model.state_dict(), dtypes))  # type: ignore[union-attr]
         write_dtype(folder, Counter(dtypes.values()).most_common(1)[0][0])
 
     extend_method(trainer, "_save", _save)
@@ -47,11 +46,7 @@ def write_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 
 def _cast(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Round weights to nearest; tied weights stay tied.
-
-    Raises:
-        ValueError: if a finite value becomes inf.
-    """
+    """Round weights to nearest; tied weights stay tied. Raises a ValueError if a finite value becomes inf."""
     cast_by_memory: dict[tuple[int, torch.Size], Tensor] = {}
     result: dict[str, Tensor] = {}
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""``TrainerSession``: mixed precision of one Trainer, used by the Trainer subclass and the callback."""
+"""``TrainerSession``: mixed precision of one Trainer."""
 
 from __future__ import annotations
 
@@ -49,10 +49,8 @@ class TrainerSession(TrainerCallback):
     """Mixed precision for the runs of one Trainer, from :meth:`begin` to :meth:`end`; no effect with FP32.
 
     Attributes:
-        runtime: the :class:`MixedPrecision` of the current model, also between runs; None for FP32.
-        overflow_reports: an :class:`OverflowReport` for each explained skipped step of that model.
         recorder: of the run, on the first process; None if nothing is recorded.
-        contract: of the first step of the run that was not skipped; None before, and if it is off.
+        contract: of the first step that was not skipped; None before, and if it is off.
     """
 
     def __init__(self, settings: SessionSettings, args: TrainingArguments) -> None:
@@ -69,11 +67,9 @@ class TrainerSession(TrainerCallback):
         self._model: weakref.ref[nn.Module] | None = None
         self._trainer: Callable[[], Any] = lambda: None  # weak reference
         self._loss_sum: Tensor | None = None  # the Trainer's sum of losses for its log
-        self._loss_sum_at_begin: Tensor | None = None  # its value when the step began
-        self._stats_at_begin = PrecisionStats()
+        self._loss_sum_at_begin: Tensor | None = None  # of the step
+        self._stats_at_begin = PrecisionStats()  # of the run
         self._at_detach = ExitStack()
-
-    # Begin
 
     def begin(self, model: nn.Module, *, measures_norm: bool = False) -> None:
         """Attach ``model``; may be called again after another library has set a forward.
@@ -81,35 +77,36 @@ class TrainerSession(TrainerCallback):
         ``measures_norm``: whether the overflow check also measures the norm of the gradients.
         """
         if self._model is None or self._model() is not model:
-            # For save_dtype="original": attaching replaces 16-bit weights by FP32.
-            named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-            self._original_dtypes = {name: tensor.dtype for name, tensor in named if tensor.is_floating_point()}
-            if self.runtime is not None and self._model is not None:
-                # model_init creates a new model for each train().
-                self.runtime.detach()
-                self.runtime = self.settings.make_runtime(self.args)
-            self._model = weakref.ref(model)
-        if self.runtime is None:
+            self._set_model(model)
+        runtime = self.runtime
+        if runtime is None:
             return
-        if self.runtime.model is None:
+        if runtime.model is None:
             detach_sessions(model)
-            self.runtime.attach(model)
-            self.runtime.made_by_trainer = True
-        self.runtime.check.measures_norm = measures_norm
-        self._add_observers(self.runtime, model)
-        self.recorder = start_recording(self.runtime, self.settings, self.args)
-        # TRL and PEFT may have replaced forwards.
-        self.runtime.wrap_forwards()
+            runtime.attach(model)
+            runtime.made_by_trainer = True
+        runtime.check.measures_norm = measures_norm
+        self._add_observers(runtime, model)
+        self.recorder = start_recording(runtime, self.settings, self.args)
+        runtime.wrap_forwards()  # TRL and PEFT may have replaced some
         self._set_head_to_fp32(model, self._at_detach)
 
+    def _set_model(self, model: nn.Module) -> None:
+        """Store the dtypes of ``model``; for a second model, as of ``model_init``, make a new runtime."""
+        # For save_dtype="original": attaching replaces 16-bit weights by FP32.
+        named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        self._original_dtypes = {name: tensor.dtype for name, tensor in named if tensor.is_floating_point()}
+        if self.runtime is not None and self._model is not None:
+            self.runtime.detach()
+            self.runtime = self.settings.make_runtime(self.args)
+        self._model = weakref.ref(model)
+
     def _add_observers(self, runtime: MixedPrecision, model: nn.Module) -> None:
-        """Add the observers of the settings to ``runtime``."""
-        settings = self.settings
-        if settings.explain_overflows:
+        if self.settings.explain_overflows:
             from hf_mp.diagnostics.overflow import explain_overflows
 
             self.overflow_reports = explain_overflows(runtime).reports
-        if settings.on_overflow == "heal":
+        if self.settings.on_overflow == "heal":
             from hf_mp.diagnostics.healing import heal_overflows
 
             healer = heal_overflows(runtime)
@@ -117,7 +114,6 @@ class TrainerSession(TrainerCallback):
             healer.replace_logged_loss = self._replace_logged_loss
 
     def attach_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the attached optimizer."""
         return optimizer if self.runtime is None else self.runtime.attach_optimizer(optimizer)
 
     def attach_reference_model(self, model: nn.Module | None) -> None:
@@ -132,14 +128,11 @@ class TrainerSession(TrainerCallback):
             self._attach_for_inference(model, self._at_detach, only_trainable=False)
 
     def _attach_for_inference(self, model: nn.Module, at_end: ExitStack, *, only_trainable: bool) -> None:
-        """Attach ``model``, which is not trained, until ``at_end``."""
         settings = self.settings
-        policy = replace(settings.policy, loss_scale=None)
-        rules = settings.rules if self.runtime is None else self.runtime.rules
         runtime = MixedPrecision(
-            policy,
+            replace(settings.policy, loss_scale=None),
             tables=settings.tables,
-            rules=rules,
+            rules=settings.rules if self.runtime is None else self.runtime.rules,
             layout=make_inference_layout(settings.policy, only_trainable=only_trainable),
         )
         runtime.attach(model)
@@ -152,13 +145,11 @@ class TrainerSession(TrainerCallback):
             at_end.callback(set_fused_heads_to_fp32(model))
 
     def begin_run(self, trainer: Any) -> None:
-        """Prepare a run of ``trainer``, with a check of its first backward if the option is on."""
         self._trainer = weakref.ref(trainer)
         if self.runtime is not None and self.settings.check_gradients and self.runtime.check.is_scaled:
             self._at_detach.callback(replace_first_backward(self.runtime, self.args, trainer.accelerator))
 
     def record_contract(self, model: nn.Module | None) -> None:
-        """Record the precision contract of the first step of the run, also with FP32."""
         self._stop_recording_contract()
         if self.settings.precision_contract and model is not None:
             self._contract_recorder = ContractRecorder(model)
@@ -172,24 +163,20 @@ class TrainerSession(TrainerCallback):
     @property
     def saved_dtypes(self) -> dict[str, torch.dtype]:
         """Dtypes of the saved weights by name; empty if they are not rounded."""
-        name = self.settings.save_dtype
-        if name == "fp32":
+        if self.settings.save_dtype == "fp32":
             return {}
-        return {key: SAVE_DTYPES[name] or dtype for key, dtype in self._original_dtypes.items()}
-
-    # In the run
+        saved_dtype = SAVE_DTYPES[self.settings.save_dtype]
+        return self._original_dtypes if saved_dtype is None else dict.fromkeys(self._original_dtypes, saved_dtype)
 
     def clip_grad_norm(self, model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor | None:
         """Clip the gradients to the 2-norm ``max_norm``; ``inf`` only measures.
 
-        Returns:
-            Their 2-norm before, FP32 of shape (); None if torch's function must clip.
+        Returns their 2-norm before, FP32 of shape (); None if torch's function must clip.
         """
         runtime = self.runtime
         if runtime is None:
             return None
-        # The optimizer step in backward has clipped and freed them.
-        if runtime.updates_in_backward:
+        if runtime.updates_in_backward:  # it has clipped and freed the gradients
             return runtime.grad_norm
         return runtime.clip_grad_norm(optimizer, list(model.parameters()), max_norm)
 
@@ -205,27 +192,24 @@ class TrainerSession(TrainerCallback):
             logged.copy_(norm)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the statistics at the begin of the run."""
         if self.runtime is not None:
             self._stats_at_begin = self.runtime.stats
         if self.settings.policy.is_lean:
             self._at_detach.callback(report_rates_without_gradients(kwargs.get("lr_scheduler")))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Warn if the run has skipped most of its steps."""
         if self.runtime is not None and args.process_index == 0:
             warn_of_skipped_steps(self._stats_at_begin, self.runtime.stats, self.overflow_reports)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the Trainer's sum of losses, if the step may be healed."""
         if self.settings.on_overflow == "heal":
             self._loss_sum = getattr(self._trainer(), "_tr_loss", None)  # None in a custom training loop
             self._loss_sum_at_begin = None if self._loss_sum is None else self._loss_sum.clone()
 
     def _replace_logged_loss(self, loss: Tensor) -> bool:
-        """Replace this step's term in the Trainer's sum of losses by ``loss``, FP32 of shape ().
+        """Replace the Trainer's substitute for this step's inf or NaN in its sum by ``loss``, FP32 of shape ().
 
-        The Trainer has added its substitute for inf or NaN. Returns False if there is no such sum.
+        Returns False if there is no such sum.
         """
         if self._loss_sum is None or self._loss_sum_at_begin is None:
             return False
@@ -233,9 +217,8 @@ class TrainerSession(TrainerCallback):
         return True
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Print the precision contract after the first step that was not skipped."""
         recorder = self._contract_recorder
-        # `step_was_skipped` synchronizes with the GPU: read it only until the contract is recorded.
+        # `step_was_skipped` synchronizes with the GPU.
         if recorder is None or (self.runtime is not None and self.runtime.step_was_skipped):
             return
         self.contract = recorder.contract(optimizer, self.saved_dtypes)
@@ -244,7 +227,6 @@ class TrainerSession(TrainerCallback):
         show_contract(self.contract, risks, self.settings, self.args, self.recorder)
 
     def log_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Return entries to add to ``logs``, if these are training logs."""
         if self.runtime is None or "loss" not in logs:
             return {}
         latest = None if self.recorder is None else self.recorder.latest
@@ -253,47 +235,38 @@ class TrainerSession(TrainerCallback):
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """Run ``model`` in autocast in this context; between runs it gets no master weights."""
+        """Run ``model`` in autocast in this context; between runs without master weights."""
         with ExitStack() as at_end:
             if self.runtime is not None and not _runtimes_of(model):
                 self._attach_for_inference(model, at_end, only_trainable=True)
             yield
 
-    # Checkpoints
-
     def save(self, checkpoint: Path) -> None:
-        """Write the state of the loss scale."""
         if self.runtime is not None:
-            text = json.dumps(self.runtime.state_dict(), indent=2)
-            (checkpoint / STATE_NAME).write_text(text + "\n", encoding="utf-8")
+            (checkpoint / STATE_NAME).write_text(json.dumps(self.runtime.state_dict(), indent=2) + "\n", "utf-8")
 
     def load(self, checkpoint: Path) -> None:
         """Load the loss scale from a checkpoint of hf_mp, or of a Trainer with ``fp16=True``.
 
         With FP32, or if the precision differs, a warning describes the change.
-
-        Raises:
-            CheckpointError: for an invalid file.
         """
         path, torch_path = checkpoint / STATE_NAME, checkpoint / SCALER_NAME
-        with as_checkpoint_error(path if path.is_file() else torch_path, "the loss scale"):
-            state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-            if self.runtime is None:
-                if state is not None:
+        if path.is_file():
+            with as_checkpoint_error(path, "the loss scale"):
+                state = json.loads(path.read_text(encoding="utf-8"))
+                if self.runtime is not None:
+                    self.runtime.load_state_dict(state)
+                else:
                     saved = PrecisionPolicy.parse(state["precision"])
                     logger.warning(f"{checkpoint}: {self.settings.policy.explain_change(saved)}")
-            elif state is not None:
-                self.runtime.load_state_dict(state)
-            elif torch_path.is_file():
+        elif self.runtime is not None and torch_path.is_file():
+            with as_checkpoint_error(torch_path, "the loss scale"):
                 self.runtime.scaler.load_state_dict(torch.load(torch_path, weights_only=True))
                 self.runtime.stats = PrecisionStats.resumed(self.runtime.scaler.state)
-            else:
-                logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
-
-    # End
+        elif self.runtime is not None:
+            logger.warning(f"{checkpoint} has no {STATE_NAME}: the loss scale starts anew")
 
     def end(self, *, keep_attached: bool = False) -> None:
-        """Write the report of a run that ended or failed, and detach unless ``keep_attached``."""
         try:
             if self.recorder is not None:
                 end_recording(self.recorder, with_report=self.settings.precision_report)
@@ -310,8 +283,6 @@ class TrainerSession(TrainerCallback):
 
 
 class SessionProperties:
-    """Properties of the Trainer subclass and the callback."""
-
     session: TrainerSession | None = None
 
     @property
@@ -326,11 +297,10 @@ class SessionProperties:
 
 
 def detach_sessions(model: nn.Module) -> None:
-    """Detach ``model`` and its submodules from earlier sessions."""
     for runtime in _runtimes_of(model):
         runtime.detach()
 
 
 def _runtimes_of(model: nn.Module) -> list[MixedPrecision]:
-    # Not those of user code: attaching such a model a second time raises.
+    # Not runtimes of user code: attaching their model a second time raises.
     return [runtime for runtime in runtimes_of(model) if runtime.made_by_trainer]

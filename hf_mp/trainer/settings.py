@@ -93,7 +93,6 @@ class PrecisionOptions:
         choices=SAVE_FAILURES,
     )
     handle_preemption: bool = _option(True, "On SIGTERM and SIGUSR1, save a checkpoint and exit with code 75.")
-    # On by default: it costs nothing without an overflow.
     explain_overflows: bool = _option(
         True, "Replay the micro-batch of a skipped step and log which module made the first inf or NaN."
     )
@@ -124,18 +123,13 @@ class PrecisionOptions:
 
     @property
     def precision_policy(self) -> PrecisionPolicy:
-        """Policy of ``precision``, ``loss_scale`` and the switches."""
         policy = PrecisionPolicy.parse(self.precision, **{name: getattr(self, name) for name in SWITCHES})
         return policy if self.loss_scale is None else replace(policy, loss_scale=parse_loss_scale(self.loss_scale))
 
 
 @dataclass
 class SessionSettings(PrecisionOptions):
-    """Options of one Trainer, with those that only code can set.
-
-    Raises:
-        ValueError: for an invalid option, and options that healing does not support.
-    """
+    """Options of one Trainer, with those that only code can set."""
 
     tables: TableName = "compact"
     rules: Rules | None = None
@@ -144,15 +138,14 @@ class SessionSettings(PrecisionOptions):
     def of(cls, args: TrainingArguments | None, given: Mapping[str, Any]) -> SessionSettings:
         """Merge options: those in ``given`` have priority over ``args``, if these are ``MixedPrecisionArguments``.
 
-        None is ignored in ``given``, except for ``precision``, where it is an error.
+        None in ``given`` is ignored, except for ``precision``, where it is an error.
         """
         has_options = isinstance(args, PrecisionOptions)
-        in_args = {option.name: getattr(args, option.name) for option in fields(PrecisionOptions) if has_options}
-        chosen = {
-            key: value
-            for key, value in given.items()
-            if (value is not None or key == "precision") and not isinstance(value, Default)
-        }
+        in_args = (
+            {option.name: getattr(args, option.name) for option in fields(PrecisionOptions)} if has_options else {}
+        )
+        without_none = {name: value for name, value in given.items() if value is not None or name == "precision"}
+        chosen = {name: value for name, value in without_none.items() if not isinstance(value, Default)}
         return cls(**{**in_args, **chosen})
 
     def __post_init__(self) -> None:
@@ -168,7 +161,6 @@ class SessionSettings(PrecisionOptions):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
 
     def make_scaler(self) -> LossScaler[Any]:
-        """Return a new loss scaler; a ValueError for unknown settings."""
         settings: Any = self.loss_scaler_settings or {}
         if self.policy.loss_scale is None and not settings.keys() <= OF_ALL_SCALERS:
             names = ", ".join(sorted(settings.keys() - OF_ALL_SCALERS))
@@ -179,17 +171,15 @@ class SessionSettings(PrecisionOptions):
         return make_loss_scaler(self.policy.loss_scale, self.policy.compute, **settings)
 
     def make_runtime(self, args: TrainingArguments) -> MixedPrecision:
-        """Return a new runtime; ``args.max_grad_norm`` is the norm for updates in backward."""
-        in_backward = self.free_gradients == "backward"
         policy = self.policy
         if self.offload is not None and fsdp_version(args) is not None:
             raise ValueError(
                 f"offload={self.offload!r} needs whole weights on each process, and FSDP shards them: leave offload "
                 "out, or use DDP (no fsdp=)"
             )
-        # FSDP2 shards of a lean model are FP32, too. In the default layout the optimizer has the parameters of the
-        # model, as accelerate requires.
         if policy.is_lean and fsdp_version(args) == 2:
+            # accelerate requires that the optimizer has the parameters of the model. FSDP2 shards of a lean model are
+            # FP32 anyway.
             policy = replace(policy, params=torch.float32, reduce=policy.reduce_dtype)
         return MixedPrecision(
             policy,
@@ -197,6 +187,6 @@ class SessionSettings(PrecisionOptions):
             tables=self.tables,
             rules=self.rules,
             free_gradients=self.free_gradients,
-            max_grad_norm=(args.max_grad_norm or None) if in_backward else None,
+            max_grad_norm=(args.max_grad_norm or None) if self.free_gradients == "backward" else None,
             offload=self.offload,
         )

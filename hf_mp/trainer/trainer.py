@@ -31,9 +31,7 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
 
     The model, and a reference model in ``ref_model`` (TRL), are attached during ``train()``; after it, or an error,
     they are ordinary FP32 models. ``evaluate()`` and ``predict()`` always run in autocast. Checkpoints are complete or
-    marked as unfinished (:class:`CrashSafe`).
-
-    It accepts all arguments of ``Trainer``, and:
+    marked as unfinished. It accepts all arguments of ``Trainer``, and:
 
     Args:
         precision: a preset, a spelled-out policy or a :class:`PrecisionPolicy`; default: that of ``args``
@@ -71,14 +69,12 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
         self.session = TrainerSession(settings, args)
         if positional:
             super().__init__(model, args, *positional, **named)
-        else:  # by keyword: the second parameter of TRL's DPOTrainer is the reference model
+        else:  # the second parameter of TRL's DPOTrainer is the reference model
             super().__init__(model=model, args=args, **named)
         if policy.is_mixed:
             check_regional_compile(self)
         extend_save(self, lambda: self.session)
         self.add_callback(self.session)
-
-    # Begin and end
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the stock Trainer; model and optimizer are detached at the end."""
@@ -92,7 +88,7 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
             self.session.end()
 
     def _attach(self) -> None:
-        """Attach the model; the norm is measured at the end of backward if gradients cannot change later."""
+        """Attach the model; measure the norm at the end of backward if gradients cannot change later."""
         # Custom code may write gradients through `.data` or NumPy, without a new version.
         has_stock_step = type(self).training_step is Trainer.training_step
         has_stock_callbacks = all(
@@ -114,9 +110,10 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
 
     def _detach_split_parameters(self) -> None:
         settings = self.session.settings
-        # PEFT's loader replaces split parameters by FP32 ones. A full model with offload may not fit in memory in FP32.
-        is_large = settings.offload is not None and not hasattr(self.model, "peft_config")
-        if settings.policy.is_lean and not self.is_fsdp_enabled and not is_large:
+        has_split_parameters = settings.policy.is_lean and not self.is_fsdp_enabled
+        # A full model with offload may not fit in memory in FP32. PEFT's loader replaces split parameters by FP32 ones.
+        must_stay_split = settings.offload is not None and not hasattr(self.model, "peft_config")
+        if has_split_parameters and not must_stay_split:
             self.session.detach()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,17 +124,13 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
         return super()._inner_training_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
-        """Create the optimizer of FP32 master weights; its step is skipped on an overflow."""
         self._attach()
         self.optimizer = self.session.attach_optimizer(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate in autocast."""
         with self.session.evaluating(cast(nn.Module, self.model)):
             return super().evaluation_loop(*args, **kwargs)
-
-    # In the run
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         norm = self.session.clip_grad_norm(model, cast(Optimizer, self.optimizer), self.args.max_grad_norm)
@@ -145,17 +138,14 @@ class MixedPrecisionTrainer(SessionProperties, CrashSafe):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None and self.mixed_precision is not None:
-            # The optimizer step in backward has freed the gradients.
+            # Its gradients are freed.
             if self.mixed_precision.updates_in_backward:
                 return None
             grad_norm = self.session.clip_grad_norm(model, cast(Optimizer, self.optimizer), math.inf)
         return super()._get_grad_norm(model, grad_norm)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the stock Trainer, with ``loss_scale`` and ``skipped_steps`` in training logs."""
         super().log({**logs, **self.session.log_entries(logs)}, *args, **kwargs)
-
-    # Checkpoints
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self.mixed_precision is None:

@@ -1,4 +1,4 @@
-"""Working copies of an attached model for an inference engine."""
+"""Working copies for an inference engine."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Checkpoints of a training: complete or marked as unfinished, and verified before they are loaded."""
+"""Checkpoints of a training: complete or marked as unfinished, and verified before loading."""

@@ -1,8 +1,8 @@
-"""Examine the checkpoints of a run, and find the newest one that is complete and safe to load."""
+"""Examine checkpoints, and find the newest one that is complete and safe to load."""
 
 from __future__ import annotations
 
-import os
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from hf_mp.trainer.checkpoints.manifest import (
     CheckpointError,
     FileEntry,
     NoCheckpointError,
+    files_by_name,
     find_damage,
     read_manifest,
 )
@@ -28,18 +29,19 @@ logger = logging.get_logger(__name__)
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]{{0,17}})")  # \d would match non-ASCII digits
 _MARKERS = (UNFINISHED_NAME, "checkpoint-is-incomplete.txt")  # the second is of Transformers' JITCheckpointCallback
-# (checkpoint, entries of its manifest or None) -> problems
+# Patterns of the files of training state. With FSDP, the first is a folder or optimizer.bin.
+_STATE_FILES = {"optimizer.pt": "optimizer*", "scheduler.pt": "scheduler.pt", "rng_state.pth": "rng_state*.pth"}
 _Check = Callable[[Path, Mapping[str, FileEntry] | None], list[str]]
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Return the step in the name of a checkpoint; None if it has another name."""
+    """Return the step in the name of a checkpoint, or None."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
-    """Return the checkpoints of a run in ascending order of their steps."""
+    """Return the checkpoints of a run by ascending step."""
     found = [path for path in run_directory.iterdir() if step_of(path) is not None and path.is_dir()]
     return sorted(found, key=lambda path: step_of(path) or 0)
 
@@ -59,10 +61,9 @@ class Examination:
     """Result of :func:`examine`.
 
     Attributes:
-        checkpoint: path.
         problems: damage or hazards, one line a file; empty if the checkpoint may be loaded.
-        manifest: its entries; None if there is no manifest (stock Trainer).
-        sizes_bytes: of each file, by POSIX path in the checkpoint; empty if another process examined it.
+        manifest: its entries; None for a checkpoint of the stock Trainer.
+        sizes_bytes: by POSIX path in the checkpoint; empty if another process examined it.
     """
 
     checkpoint: Path
@@ -71,30 +72,27 @@ class Examination:
     sizes_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def missing_state(self, world_size: int) -> dict[str, str]:
-        """Return the missing files of the training state, with the state in each."""
+        """Return the missing files of the training state, and their contents."""
         ranks = [""] if world_size == 1 else [f"_{rank}" for rank in range(world_size)]
-        # The stock Trainer loads the first two only if both are there, without a warning.
+        missing = {f"rng_state{rank}.pth": "random numbers" for rank in ranks if not self._has(f"rng_state{rank}.pth")}
+        # The stock Trainer loads these two only if both are there, without a warning.
         both = "the optimizer's state and the learning rate's schedule"
-        states = {"optimizer.pt": both, "scheduler.pt": both}
-        states |= {f"rng_state{rank}.pth": "random numbers" for rank in ranks}
-        # With FSDP, a folder or optimizer.bin.
-        patterns = {"optimizer.pt": "optimizer*"}
-        return {name: state for name, state in states.items() if not self._has(patterns.get(name, name))}
+        missing_pair = {name: both for name in ("optimizer.pt", "scheduler.pt") if not self._has(_STATE_FILES[name])}
+        return missing_pair | missing
 
     @property
     def incomplete(self) -> list[str]:
-        """Reason why this may be a partly removed checkpoint: no manifest, and missing training state."""
-        if self.manifest is not None:
+        """Reason why this may be partly removed: no manifest, and missing training state."""
+        missing = [name for name, pattern in _STATE_FILES.items() if not self._has(pattern)]
+        if self.manifest is not None or not missing:
             return []
-        patterns = {"optimizer.pt": "optimizer*", "scheduler.pt": "scheduler.pt", "rng_state.pth": "rng_state*.pth"}
-        missing = [name for name, pattern in patterns.items() if not self._has(pattern)]
-        return [f"it has neither a manifest nor {' and '.join(missing)}"] if missing else []
+        return [f"it has neither a manifest nor {' and '.join(missing)}"]
 
     def _has(self, pattern: str) -> bool:
         return any(fnmatchcase(name.partition("/")[0], pattern) for name in self.sizes_bytes)
 
     def check_again(self) -> None:
-        """Raise a CheckpointError if a file was removed or replaced since the examination."""
+        """Raise a CheckpointError if a file was removed or replaced."""
         if changed := self._find_changed():
             raise CheckpointError(
                 f"{self.checkpoint} was removed or replaced while it was loaded ({changed} is not what it was), and is "
@@ -103,7 +101,6 @@ class Examination:
             )
 
     def _find_changed(self) -> str | None:
-        """Return the first file that was removed or replaced; None if there is none."""
         if not self.sizes_bytes:
             return None
         try:
@@ -112,21 +109,17 @@ class Examination:
             return "one of its files"
         if manifest != self.manifest:
             return MANIFEST_NAME
-        expected = {name: entry.size_bytes for name, entry in (manifest or {}).items()} or self.sizes_bytes
+        expected = {name: entry.size_bytes for name, entry in manifest.items()} if manifest else self.sizes_bytes
         return next((name for name, size in expected.items() if sizes.get(name) != size), None)
 
 
 def examine(checkpoint: Path, check: _Check = _check_checkpoint) -> Examination:
-    """Examine a checkpoint for damage and hazards; an OSError becomes a problem.
-
-    The default ``check`` compares all files of a Trainer's checkpoint with the manifest; without a manifest it checks
-    their formats.
-    """
-    # Before any file is read: reading a pipe does not end.
+    """Examine a checkpoint for damage and hazards; an OSError becomes a problem."""
+    # Reading a pipe would not end.
     if out_of_place := find_out_of_place(checkpoint):
         return Examination(checkpoint, out_of_place)
     try:
-        # Sizes first, so that check_again() finds a removal during the check.
+        # First, so that check_again() finds a removal during the check.
         sizes, manifest = _sizes_bytes(checkpoint), read_manifest(checkpoint)
         return Examination(checkpoint, check(checkpoint, manifest), manifest, sizes)
     except (CheckpointError, OSError) as error:
@@ -134,21 +127,15 @@ def examine(checkpoint: Path, check: _Check = _check_checkpoint) -> Examination:
 
 
 def _sizes_bytes(checkpoint: Path) -> dict[str, int]:
-    paths = [Path(folder, name) for folder, _, names in os.walk(checkpoint) for name in names]
-    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
+    return {name: path.stat().st_size for name, path in files_by_name(checkpoint).items()}
 
 
 def find_problems(checkpoint: Path, check: _Check = _check_checkpoint) -> list[str]:
-    """Return the problems that :func:`examine` finds."""
     return list(examine(checkpoint, check).problems)
 
 
 def examine_named(checkpoint: Path) -> Examination:
-    """Examine a checkpoint that the user has named.
-
-    Raises:
-        CheckpointError: if it is missing, damaged or unsafe; or maybe partly removed, next to a complete one.
-    """
+    """Examine a checkpoint that must neither have problems, nor be partly removed next to a complete one."""
     if not checkpoint.is_dir():
         raise CheckpointError(
             f"Can't find a valid checkpoint at {checkpoint}: there is no such directory. Name another one "
@@ -166,17 +153,16 @@ def examine_named(checkpoint: Path) -> Examination:
 
 
 def _other_complete_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the newest other checkpoint if it has all training state, else None."""
-    others = [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
     try:
-        found, _ = choose_newest(checkpoint.parent, others)
+        found, _ = choose_newest(
+            checkpoint.parent, [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
+        )
     except CheckpointError:
         return None
     return None if found.incomplete else found.checkpoint
 
 
 def examine_or_raise(checkpoint: Path) -> Examination:
-    """Examine a checkpoint; a CheckpointError if it has problems."""
     examined = examine(checkpoint)
     if problems := examined.problems:
         has_manifest = (checkpoint / MANIFEST_NAME).is_file()
@@ -189,7 +175,6 @@ def examine_or_raise(checkpoint: Path) -> Examination:
 
 
 def warn_of_missing_state(examined: Examination, world_size: int) -> None:
-    """Warn of training state that is not restored because its file is missing."""
     if missing := examined.missing_state(world_size):
         lost = " and ".join(dict.fromkeys(missing.values()))
         logger.warning(f"{examined.checkpoint} has no {', '.join(missing)}: {lost} start anew")
@@ -200,11 +185,8 @@ def choose_newest_whole(
 ) -> tuple[Path, str]:
     """Return the last checkpoint for which ``check`` returns no problems, and a warning about newer ones or "".
 
-    ``place`` describes their directory in messages.
-
-    Raises:
-        NoCheckpointError: if there is none.
-        CheckpointError: if all have problems.
+    ``place`` describes their directory. Raises a NoCheckpointError if there is none, a CheckpointError if all have
+    problems.
     """
     passed_over = ""
     for checkpoint in reversed(checkpoints):
@@ -224,27 +206,20 @@ def choose_newest_whole(
 
 
 def choose_newest(place: Path | str, checkpoints: Sequence[Path]) -> tuple[Examination, str]:
-    """Apply :func:`choose_newest_whole` to checkpoints of a Trainer.
-
-    A checkpoint with :attr:`Examination.incomplete` is chosen only if all others have problems, too.
-    """
-    examinations: dict[Path, Examination] = {}
-
-    def check(checkpoint: Path) -> Sequence[str]:
-        examined = examinations[checkpoint] = examine(checkpoint)
-        return examined.problems or examined.incomplete
-
+    """Apply :func:`choose_newest_whole`; an incomplete checkpoint is chosen only if there is no other."""
+    examine_once = functools.cache(examine)
     try:
-        chosen, warning = choose_newest_whole(place, checkpoints, check)
+        chosen, warning = choose_newest_whole(
+            place, checkpoints, lambda path: examine_once(path).problems or examine_once(path).incomplete
+        )
     except CheckpointError:
-        if all(examined.problems for examined in examinations.values()):
+        if all(examine_once(path).problems for path in checkpoints):
             raise
-        chosen, warning = choose_newest_whole(place, checkpoints, lambda path: examinations[path].problems)
-    return examinations[chosen], warning
+        chosen, warning = choose_newest_whole(place, checkpoints, lambda path: examine_once(path).problems)
+    return examine_once(chosen), warning
 
 
 def name_newest_complete(run_directory: Path) -> str:
-    """Return a clause that names the newest complete checkpoint of a run."""
     try:
         newest, _ = choose_newest(run_directory, list_checkpoints(run_directory))
     except CheckpointError:

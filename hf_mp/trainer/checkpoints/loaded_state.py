@@ -1,12 +1,12 @@
-"""Check loaded weights, optimizer and scheduler state. Each check raises a CheckpointError that names the value."""
+"""Check loaded weights, optimizer and scheduler state. Each CheckpointError names the value."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from hf_mp.trainer.checkpoints.manifest import CheckpointError
 logger = logging.get_logger(__name__)
 
 _MAX_LINE_CHARACTERS = 300  # messages of other libraries may quote the state
-# State of the shape of its parameter.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
-# Steps, and means of squares or absolute values, in torch, Transformers and bitsandbytes.
+# Steps, and means of squares or absolute values.
 _NOT_NEGATIVE = {
     *("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "row_var", "col_var", "variance"),
     *("exp_avg_sq_row", "exp_avg_sq_col", "RMS", "absmax1", "absmax2", "step"),
@@ -37,7 +36,7 @@ _OF_FIXED_LENGTH = {"betas", "base_lrs"}
 
 @contextmanager
 def as_checkpoint_error(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Convert errors of torch, accelerate or safetensors in this context to a CheckpointError about ``what``."""
+    """Convert errors of other libraries in this context to a CheckpointError about ``what``."""
     try:
         yield
     except (CheckpointError, OSError, ImportError, MemoryError):  # not caused by the saved values
@@ -50,7 +49,6 @@ def as_checkpoint_error(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 
 def _shorten(error: Exception) -> str:
-    """Return the first two lines of a message, and the number of others."""
     lines = [line.strip()[:_MAX_LINE_CHARACTERS].rstrip(".") for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -59,7 +57,7 @@ def _shorten(error: Exception) -> str:
 
 
 def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
-    """Raise a CheckpointError if a parameter contains inf or NaN."""
+    """Raise a CheckpointError for inf and NaN."""
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
             raise CheckpointError(f"{checkpoint}: the weight {name} holds inf or NaN: take an earlier checkpoint")
@@ -67,7 +65,6 @@ def check_parameters(checkpoint: str | Path, model: nn.Module) -> None:
 
 @contextmanager
 def checking(checkpoint: str | Path, optimizer: Any, schedule: Any = None) -> Iterator[None]:
-    """Check the state loaded in this context, as :func:`check_optimizer`, and the settings of the scheduler."""
     before = {} if schedule is None else dict(schedule.state_dict())
     with as_checkpoint_error(checkpoint, "the state of the optimizer or the scheduler"):
         with _checking_types(checkpoint, optimizer):
@@ -89,25 +86,21 @@ def _checking_types(checkpoint: str | Path, optimizer: Any) -> Iterator[None]:
                     raise CheckpointError(f"{checkpoint}: the optimizer's {name} {wrong}: take an earlier checkpoint")
 
     inner = innermost(optimizer)
-    # Optimizers that do not call Optimizer.__init__ have no hooks.
-    has_hooks = hasattr(inner, "_optimizer_load_state_dict_pre_hooks")
-    handle = inner.register_load_state_dict_pre_hook(check) if has_hooks else None
-    try:
+    with ExitStack() as at_end:
+        # Optimizers that do not call Optimizer.__init__ have no hooks.
+        if hasattr(inner, "_optimizer_load_state_dict_pre_hooks"):
+            at_end.callback(inner.register_load_state_dict_pre_hook(check).remove)
         yield
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer without the wrappers of accelerate and of master weights."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
 
 
 def check_optimizer(checkpoint: str | Path, optimizer: Any) -> None:
-    """Check settings and state for types, shapes, inf, NaN, negative steps and second moments, and missing parts."""
+    """Check settings and state: types, shapes, inf, NaN, signs, and missing parts."""
     for group in optimizer.param_groups:
         _check_settings(checkpoint, "the optimizer", group, getattr(optimizer, "defaults", {}))
     not_negative = _NOT_NEGATIVE | ({"sum"} if isinstance(innermost(optimizer), Adagrad) else set())
@@ -123,7 +116,7 @@ def check_optimizer(checkpoint: str | Path, optimizer: Any) -> None:
     _check_state_present(checkpoint, optimizer)
 
 
-# The functions named _wrong_... return a description of the error, or None.
+# _wrong_...() return a description of the error, or None.
 
 
 def _wrong_entry(name: str, value: Any, parameter: Tensor, not_negative: AbstractSet[str]) -> str | None:
@@ -141,8 +134,8 @@ def _wrong_entry(name: str, value: Any, parameter: Tensor, not_negative: Abstrac
 def _wrong_type(name: str, value: Any) -> str | None:
     if name == "step":
         return None if _is_number(value) else f"is {value!r:.100}, not a number"
-    # torch.optim.SGD initializes its buffer with None.
-    if name not in _LIKE_PARAMETER or (value is None and name == "momentum_buffer"):
+    is_unset = value is None and name == "momentum_buffer"  # as torch.optim.SGD initializes it
+    if name not in _LIKE_PARAMETER or is_unset:
         return None
     if not isinstance(value, Tensor):
         return f"is {value!r:.100}, not a tensor"
@@ -150,24 +143,14 @@ def _wrong_type(name: str, value: Any) -> str | None:
 
 
 def _check_state_present(checkpoint: str | Path, optimizer: Any) -> None:
-    """Raise if a part of a parameter's state is missing; warn if all of it is, as for an expert without tokens."""
+    """Raise if a parameter lacks a part of its state; warn if it lacks all, as an expert without tokens."""
     if not type(innermost(optimizer)).__module__.startswith("torch.optim"):
         return
     without: list[tuple[int, ...]] = []
     trained = 0
     for group in optimizer.param_groups:
         entries = [(p, optimizer.state.get(p) or {}) for p in group["params"] if p.requires_grad]
-        # The keys depend on the number of dimensions: Adafactor factors the state of matrices.
-        keys_by_dim: dict[int, set[str]] = {}
-        for parameter, entry in entries:
-            keys_by_dim.setdefault(parameter.dim(), set()).update(entry)
-        for parameter, entry in entries:
-            missing = sorted(keys_by_dim[parameter.dim()] - entry.keys())
-            if entry and missing:
-                raise CheckpointError(
-                    f"{checkpoint}: a parameter of shape {tuple(parameter.shape)} has no {missing[0]} in the "
-                    "optimizer's state, and others have: take an earlier checkpoint"
-                )
+        _check_equal_keys(checkpoint, entries)
         without += [tuple(parameter.shape) for parameter, entry in entries if not entry]
         trained += len(entries)
     if 0 < len(without) < trained:
@@ -177,14 +160,26 @@ def _check_state_present(checkpoint: str | Path, optimizer: Any) -> None:
         )
 
 
+def _check_equal_keys(checkpoint: str | Path, entries: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> None:
+    # The keys depend on the number of dimensions: Adafactor factors the state of matrices.
+    keys_by_dim: dict[int, set[str]] = {}
+    for parameter, entry in entries:
+        keys_by_dim.setdefault(parameter.dim(), set()).update(entry)
+    for parameter, entry in entries:
+        missing = sorted(keys_by_dim[parameter.dim()] - entry.keys())
+        if entry and missing:
+            raise CheckpointError(
+                f"{checkpoint}: a parameter of shape {tuple(parameter.shape)} has no {missing[0]} in the "
+                "optimizer's state, and others have: take an earlier checkpoint"
+            )
+
+
 def _check_settings(checkpoint: str | Path, what: str, loaded: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Compare loaded settings of ``what`` with the ``own`` settings of this run."""
     for name in sorted(own.keys() | (_FROM_ZERO & loaded.keys())):
-        wrong = None
         if name in loaded:
             wrong = wrong_setting(name, loaded[name], own.get(name))
-        elif name in _FROM_ZERO:  # other settings depend on the version of torch
-            wrong = "is missing"
+        else:  # missing settings outside of _FROM_ZERO depend on the version of torch
+            wrong = "is missing" if name in _FROM_ZERO else None
         if wrong:
             raise CheckpointError(f"{checkpoint}: {what}'s {name} {wrong}: take an earlier checkpoint")
         if name == "_schedulers":  # of SequentialLR and ChainedScheduler
@@ -193,20 +188,22 @@ def _check_settings(checkpoint: str | Path, what: str, loaded: Mapping[str, Any]
 
 
 def wrong_setting(name: str, value: Any, own: Any) -> str | None:
-    """Describe the error in a loaded setting, compared with the ``own`` value; None if it is valid."""
+    """Compare a loaded setting with the ``own`` value of this run; describe the error, or return None."""
     if isinstance(own, bool):
         return None if value is None or isinstance(value, bool) else f"is {value!r:.100}, neither True nor False"
-    found, expected = _numbers_in(value), _numbers_in(own)
-    own_is_sequence = isinstance(own, (list, tuple))
+    found, expected = _numbers_in(value), _numbers_in(own) or []
     must_be_numbers = bool(expected) or (name in _FROM_ZERO and value is not None)
+    if found is None and not must_be_numbers:
+        return None
+    own_is_sequence = isinstance(own, (list, tuple))
     has_other_form = bool(expected) and isinstance(value, (list, tuple)) != own_is_sequence
-    if must_be_numbers and (found is None or has_other_form):
+    if found is None or has_other_form:
         return f"is {value!r:.100}, not {'numbers' if own_is_sequence else 'a number'}"
-    if expected and name in _OF_FIXED_LENGTH and len(found or []) != len(expected):
-        return f"has {len(found or [])} numbers, not {len(expected)}"
+    if expected and name in _OF_FIXED_LENGTH and len(found) != len(expected):
+        return f"has {len(found)} numbers, not {len(expected)}"
     # The best loss of ReduceLROnPlateau is inf at first.
-    may_be_infinite = name not in _FROM_ZERO and not all(map(math.isfinite, expected or []))
-    for number in found or []:
+    may_be_infinite = name not in _FROM_ZERO and not all(map(math.isfinite, expected))
+    for number in found:
         if not (math.isfinite(number) or may_be_infinite):
             return f"is {value!r:.100}"
         if name in _FROM_ZERO and number < 0:

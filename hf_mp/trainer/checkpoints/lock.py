@@ -1,4 +1,4 @@
-"""Lock of an output directory: one run at a time."""
+"""Lock of an output directory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ ORPHAN_SECONDS = 15.0
 def lock_directory(directory: Path) -> Iterator[None]:
     """Hold a lock that the operating system releases when the process ends.
 
-    Raises:
-        CheckpointError: if another process holds it for longer than :data:`ORPHAN_SECONDS`.
+    Raises a CheckpointError if another process holds it for longer than :data:`ORPHAN_SECONDS`.
     """
     lock: BaseFileLock = FileLock(directory / LOCK_NAME)
     try:

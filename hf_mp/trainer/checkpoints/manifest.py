@@ -1,6 +1,6 @@
 """Manifest of a checkpoint: size and SHA-256 of each file, and the versions of the packages.
 
-It is written last. Until then a file named :data:`UNFINISHED_NAME` marks the checkpoint as unfinished.
+It is written last: until then, a file :data:`UNFINISHED_NAME` marks the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHECKSUM = "manifest_sha256"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be saved or must not be loaded. The message names the file, the reason and what to do.
+    """A checkpoint cannot be saved or must not be loaded. The message names the file, the reason and a way out.
 
     Raised by ``train()`` of :class:`hf_mp.MixedPrecisionTrainer`, and by :func:`hf_mp.save_checkpoint` and
     :func:`hf_mp.load_checkpoint`.
@@ -36,8 +36,6 @@ class NoCheckpointError(CheckpointError):
 
 
 class FileEntry(NamedTuple):
-    """Size and checksum of a file, measured after it was written."""
-
     size_bytes: int
     sha256: str
 
@@ -46,27 +44,28 @@ _NONE: Mapping[str, FileEntry] = {}
 
 
 def finish(checkpoint: Path, known: Mapping[str, FileEntry] = _NONE, **about: Any) -> None:
-    """Sync a checkpoint with all of its files, and write its manifest.
+    """Write the manifest of a checkpoint.
 
-    Args:
-        checkpoint: directory.
-        known: entries by path in the checkpoint, of files that need not be read again.
-        about: further JSON values for people to read: step, number of processes, precision.
+    ``known`` are entries by path, of files that need not be read again; ``about`` are JSON values for people: step,
+    number of processes, precision.
     """
-    # Sync the files first: a power failure must not leave a manifest without them.
+    # First: a power failure must not leave a manifest without its files.
     sync_tree(checkpoint)
-    paths = [Path(folder, name) for folder, _, names in os.walk(checkpoint) for name in names]
-    files = {path.relative_to(checkpoint).as_posix(): path for path in paths}
     entries = {
         name: (known.get(name) or entry_of(path))._asdict()
-        for name, path in files.items()
+        for name, path in files_by_name(checkpoint).items()
         if name not in (MANIFEST_NAME, UNFINISHED_NAME)
     }
-    text = _with_checksum({"format": FORMAT, **about, "versions": package_versions(), "files": entries})
-    # One rename replaces the marker by the manifest: a kill cannot leave both, or neither.
-    write_synced(checkpoint / UNFINISHED_NAME, text)
-    os.replace(checkpoint / UNFINISHED_NAME, checkpoint / MANIFEST_NAME)
+    # The marker becomes the manifest: a kill cannot leave both, or neither.
+    marker = checkpoint / UNFINISHED_NAME
+    write_synced(marker, _with_checksum({"format": FORMAT, **about, "versions": package_versions(), "files": entries}))
+    os.replace(marker, checkpoint / MANIFEST_NAME)
     sync(checkpoint)
+
+
+def files_by_name(checkpoint: Path) -> dict[str, Path]:
+    paths = [Path(folder, name) for folder, _, names in os.walk(checkpoint) for name in names]
+    return {path.relative_to(checkpoint).as_posix(): path for path in paths}
 
 
 def _with_checksum(content: Mapping[str, Any]) -> str:
@@ -79,11 +78,7 @@ def _dump(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, FileEntry] | None:
-    """Return the entries of the manifest by POSIX path in the checkpoint; None if there is no manifest.
-
-    Raises:
-        CheckpointError: if the manifest was changed, has another format, or names files outside the checkpoint.
-    """
+    """Return the entries of the manifest by POSIX path; None if there is no manifest."""
     path = checkpoint / MANIFEST_NAME
     if not path.exists():
         return None
@@ -99,7 +94,7 @@ def read_manifest(checkpoint: Path) -> dict[str, FileEntry] | None:
 
 def _parse(text: str) -> dict[str, FileEntry]:
     content = json.loads(text)
-    # Compare the text, so that a change of whitespace is found too.
+    # Compare the text, to find a change of whitespace, too.
     if _with_checksum({key: value for key, value in content.items() if key != _CHECKSUM}) != text:
         raise CheckpointError("its own checksum does not match: the manifest was damaged or edited")
     if content["format"] != FORMAT:
@@ -114,10 +109,7 @@ def _parse(text: str) -> dict[str, FileEntry]:
 
 
 def find_damage(checkpoint: Path, files: Mapping[str, FileEntry]) -> list[str]:
-    """Return one line for each file that differs from its entry in ``files``. Reads all files of the right size.
-
-    Files without an entry are allowed: callbacks add some.
-    """
+    """Return a line for each file that differs from its entry; others are allowed, as callbacks add some."""
     lines = [_difference(checkpoint / name, name, entry) for name, entry in sorted(files.items())]
     return [line for line in lines if line is not None]
 
@@ -134,6 +126,5 @@ def _difference(path: Path, name: str, entry: FileEntry) -> str | None:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Return the current size and checksum of a file."""
     with path.open("rb") as file:
         return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())

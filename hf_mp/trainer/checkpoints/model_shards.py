@@ -1,4 +1,4 @@
-"""FP32 weights and buffers of a model by name, to save in shards."""
+"""FP32 weights and buffers of a model, to save in shards."""
 
 from __future__ import annotations
 
@@ -15,27 +15,24 @@ _PREFIX = "model/"
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of ``model`` by name, without prefixes of wrappers; tied ones once."""
+    """Return the parameters by name without prefixes of wrappers; tied ones once."""
     return {plain_name(name): parameter for name, parameter in _unwrapped(model).named_parameters()}
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors by ``model/NAME``, tied ones once; and this name for each key of the state dict.
-
-    Raises:
-        CheckpointError: for a state dict with other values than tensors.
-    """
+    """Return the tensors by ``model/NAME``, tied ones once, and this name for each key of the state dict."""
     inner = _unwrapped(model)
     named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    # state_dict() returns new tensors, so identities are those of the parameters.
-    identities = {name: id(tensor) for name, tensor in named}
+    # state_dict() returns new tensors, so tied ones are found among the parameters and buffers.
+    identities: dict[str, Any] = {name: id(tensor) for name, tensor in named}
     tensors: dict[str, Tensor] = {}
     saved_names: dict[str, str] = {}
-    name_by_identity: dict[int | str, str] = {}
+    first_names: dict[Any, str] = {}  # by identity
     for key, value in inner.state_dict().items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{key} of the model's state is a {type(value).__name__}: only tensors are saved")
-        name = name_by_identity.setdefault(identities.get(key, key), _PREFIX + plain_name(key))
+        identity = identities.get(key, key)
+        name = first_names.setdefault(identity, _PREFIX + plain_name(key))
         saved_names[key] = name
         if name not in tensors:
             tensors[name] = value.detach().contiguous()
@@ -43,7 +40,6 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def check_same_weights(tensors: Mapping[str, Tensor], layout: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError if the saved weights are not those of this model."""
     saved = {name for name in layout if name.startswith(_PREFIX)}
     if saved != tensors.keys():
         missing, unknown = sorted(tensors.keys() - saved)[:3], sorted(saved - tensors.keys())[:3]
@@ -62,7 +58,6 @@ def check_same_weights(tensors: Mapping[str, Tensor], layout: Mapping[str, Any])
 
 @torch.no_grad()
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], saved_names: Mapping[str, str]) -> None:
-    """Load the results of :func:`model_tensors`, filled from a checkpoint, into ``model``."""
     _unwrapped(model).load_state_dict({key: tensors[name] for key, name in saved_names.items()})
 
 

@@ -1,12 +1,12 @@
 """State of an optimizer by parameter name: tensors to save in shards, other values as JSON.
 
 It is independent of the number of ranks, the weight layout and wrappers. torch's ``get_state_dict`` is not used,
-because it takes an optimizer step to create the state that it loads into.
+because it takes an optimizer step to create state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,9 @@ PREFIX = "optimizer/"
 
 
 def extract_state(optimizer: Any, names: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by ``optimizer/PARAMETER/KEY``, and its other values for JSON.
+    """Return the tensors of the state by ``optimizer/PARAMETER/KEY``, and the other values for JSON.
 
     ``names`` are the parameters of the model by name.
-
-    Raises:
-        CheckpointError: for state that cannot be split over other ranks, and masters that are not in the model.
     """
     groups = _names_by_group(optimizer, names)
     if optimizer.state_dict().get("masters"):
@@ -59,25 +56,12 @@ def allocate_state(
     layout: Mapping[str, TensorStorageMetadata],
     plain: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Return empty tensors to load a state of :func:`extract_state` into, on the meshes of this run.
+    """Return empty tensors to load the state into, on the meshes of this run.
 
     ``layout`` is the metadata of the saved tensors, ``plain`` the other saved values.
-
-    Raises:
-        CheckpointError: for another optimizer, other parameters or other groups.
     """
     groups = _names_by_group(optimizer, names)
-    saved = [group["params"] for group in plain["groups"]]
-    if [sorted(group) for group in groups] != [sorted(group) for group in saved]:
-        raise CheckpointError(
-            f"the optimizer was saved with groups of {[*map(len, saved)]} parameters, and this one has groups of "
-            f"{[*map(len, groups)]}, or other parameters: make it from the same parameters in the same groups"
-        )
-    if (kind := type(innermost(optimizer)).__name__) != plain["kind"]:
-        raise CheckpointError(
-            f"the checkpoint has the state of {plain['kind']}, and the optimizer is {kind}: resume with the optimizer "
-            "that was saved"
-        )
+    _check_same_optimizer(optimizer, groups, plain)
     optimized, offloaded = set(chain.from_iterable(groups)), _offloaded_state(optimizer)
     tensors: dict[str, Tensor] = {}
     for name, stored in layout.items():
@@ -90,15 +74,28 @@ def allocate_state(
                 "optimizer that was saved"
             )
         # Load offloaded state into its own memory: there may be no room for a second copy.
-        view = getattr(offloaded.get(names[parameter], {}).get(key), "view", None)
-        if view is None or (view.dtype, view.shape) != (stored.properties.dtype, stored.size):
-            view = _empty(parameter, names[parameter], stored)
-        tensors[name] = view
+        room: Any = offloaded.get(names[parameter], {}).get(key)
+        is_alike = room is not None and (room.view.dtype, room.view.shape) == (stored.properties.dtype, stored.size)
+        tensors[name] = room.view if is_alike else _empty(parameter, names[parameter], stored)
     return tensors
 
 
+def _check_same_optimizer(optimizer: Any, groups: Sequence[Sequence[str]], plain: Mapping[str, Any]) -> None:
+    saved = [group["params"] for group in plain["groups"]]
+    if [sorted(group) for group in groups] != [sorted(group) for group in saved]:
+        raise CheckpointError(
+            f"the optimizer was saved with groups of {[*map(len, saved)]} parameters, and this one has groups of "
+            f"{[*map(len, groups)]}, or other parameters: make it from the same parameters in the same groups"
+        )
+    kind = type(innermost(optimizer)).__name__
+    if kind != plain["kind"]:
+        raise CheckpointError(
+            f"the checkpoint has the state of {plain['kind']}, and the optimizer is {kind}: resume with the optimizer "
+            "that was saved"
+        )
+
+
 def _offloaded_state(optimizer: Any) -> Mapping[nn.Parameter, Mapping[str, Any]]:
-    """Return the offloaded state of an optimizer by parameter and key."""
     while optimizer is not None and "rooms" not in vars(optimizer):
         optimizer = vars(optimizer).get("optimizer")
     return {} if optimizer is None else optimizer.rooms
@@ -107,13 +104,12 @@ def _offloaded_state(optimizer: Any) -> Mapping[nn.Parameter, Mapping[str, Any]]
 def load_state(
     optimizer: Any, names: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
 ) -> None:
-    """Load ``plain`` and the filled ``tensors`` of :func:`allocate_state` into ``optimizer``."""
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in plain["values"].items()}
     for name, tensor in tensors.items():
         parameter, key = _parameter_and_key(name)
         entries.setdefault(parameter, {})[key] = tensor
     groups = _names_by_group(optimizer, names)
-    # Numbers instead of names: hooks of wrappers and lean layouts expect torch's format.
+    # Hooks of wrappers and lean layouts expect torch's format, with numbers.
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
     settings = []
     for group_names, group, saved in zip(groups, optimizer.param_groups, plain["groups"], strict=True):
@@ -129,7 +125,6 @@ def _parameter_and_key(name: str) -> tuple[str, str]:
 
 
 def _names_by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of the parameters in each group."""
     name_of = {id(parameter): name for name, parameter in names.items()}
     for number, group in enumerate(optimizer.param_groups):
         if unknown := [p for p in group["params"] if id(p) not in name_of]:
@@ -141,13 +136,14 @@ def _names_by_group(optimizer: Any, names: Mapping[str, nn.Parameter]) -> list[l
 
 
 def _to_save(name: str, like: Any, key: str, value: Any) -> Tensor:
-    """Return the state ``value`` as a tensor that any number of ranks can load."""
-    if hasattr(part := local_part(value), "__tensor_flatten__"):
+    """Return ``value`` as a tensor that any number of ranks can load."""
+    part = local_part(value)
+    if hasattr(part, "__tensor_flatten__"):
         raise CheckpointError(
             f"{key} of {name} is a {type(part).__name__}, which safetensors does not know: use bitsandbytes' 8-bit "
             "optimizers, or save optimizer.state_dict() with torch.save"
         )
-    if not value.dim():
+    if value.dim() == 0:
         return value.full_tensor() if is_dtensor(value) else value
     # Partial sums and factored moments have other placements than the parameter.
     is_sharded_alike = is_dtensor(value) and value.shape == like.shape and value.placements == like.placements
@@ -161,7 +157,7 @@ def _to_save(name: str, like: Any, key: str, value: Any) -> Tensor:
 
 
 def _empty(name: str, like: Any, stored: TensorStorageMetadata) -> Tensor:
-    """Return an empty tensor for a state of ``name``, sharded like its parameter ``like``."""
+    """Return an empty tensor, sharded like the parameter ``like``."""
     dtype = stored.properties.dtype
     if is_dtensor(like) and stored.size:
         if stored.size == like.shape:
@@ -179,7 +175,6 @@ def _without_tensor(value: Any) -> Any:
 
 
 def _with_type_of(current: Any, value: Any) -> Any:
-    """Convert ``value`` from JSON to the type of ``current``."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value

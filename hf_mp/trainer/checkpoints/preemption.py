@@ -1,7 +1,7 @@
 """Save a checkpoint and end the run on SIGTERM (spot machines, schedulers) or SIGUSR1 (batch systems).
 
 Transformers' ``enable_jit_checkpoint`` handles SIGTERM only, waits 3 s, exits with code 0, and may save between
-backward and update: the resumed run repeats a batch with other random numbers.
+backward and update: the resumed run repeats a batch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ class PreemptionCallback(TrainerCallback):
 
     Later signals, which torchrun may forward, have no effect.
 
-    Args:
-        max_over_ranks: returns the maximum of a number over all processes.
-
     Attributes:
         received: name of the first signal of this process, or None.
         requested: whether the run ends because of a signal to any process.
@@ -77,7 +74,6 @@ class PreemptionCallback(TrainerCallback):
                 os.write(2, f"{self.received}: saving a checkpoint after this step, then ending\n".encode())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Request a save and the end of training if any process received a signal."""
         if self._max_over_ranks(int(self.received is not None)):
             self.requested = True
             control.should_save = control.should_training_stop = True

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a training resumes from, and remove unfinished checkpoints before."""
+"""Choose the checkpoint that a training resumes from."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ Wanted = str | os.PathLike[str] | bool | None  # type of train(resume_from_check
 class Resumption(TrainerCallback):
     """Checks before the first step that the resumed checkpoint was not changed while it was loaded.
 
-    The lock of the directory is not enough: other programs and some file systems ignore it.
-
-    Attributes:
-        examined: the chosen checkpoint; None if there is none, and after the first step began.
+    Some programs and file systems ignore the lock of the directory. ``examined`` is the checkpoint until the first step
+    begins.
     """
 
     def __init__(self) -> None:
@@ -47,7 +45,6 @@ class Resumption(TrainerCallback):
             self.examined = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise a CheckpointError on all ranks if the checkpoint was removed or replaced."""
         examined, self.examined = self.examined, None
         if examined is not None:
             with raise_on_all_ranks():
@@ -60,42 +57,38 @@ def choose_checkpoint(
     """Return the checkpoint to resume from, the same on all ranks; None to start from scratch. A collective call.
 
     Args:
-        args: of the Trainer.
         wanted: a path, or True for the newest complete checkpoint, which also replaces a path that is unfinished or
             removed by another run.
-        clean_up: called with the directory of the run in the processes that save; others do not examine checkpoints.
-
-    Raises:
-        CheckpointError: on all ranks, if the checkpoint is missing, damaged or unsafe.
+        clean_up: called with the directory of the run on ranks that save; others examine no checkpoints.
     """
+    own: inspection.Examination | None = None
     with raise_on_all_ranks():
-        own = [_choose(Path(str(args.output_dir)), wanted, clean_up)] if args.should_save else []
-    own_paths = [None if examined is None else examined.checkpoint for examined in own]
-    paths = [path for of_rank in gather_from_ranks(own_paths) for path in of_rank]
+        if args.should_save:
+            own = _choose(Path(str(args.output_dir)), wanted, clean_up)
+    own_path = None if own is None else own.checkpoint
+    paths = [path for saves, path in gather_from_ranks((args.should_save, own_path)) if saves]
     # With save_on_each_node, only the lowest step is on all nodes.
     chosen = min(paths, key=lambda path: -1 if path is None else inspection.step_of(path) or 0)
     if chosen is None:
         return None
-    return own[0] if own_paths == [chosen] else inspection.Examination(chosen, ())
+    return own if chosen == own_path else inspection.Examination(chosen, ())
 
 
 def _choose(run_directory: Path, wanted: Wanted, clean_up: Callable[[Path], None]) -> inspection.Examination | None:
-    """Return the checkpoint to resume from, after ``clean_up``."""
-    path = None if wanted is None or isinstance(wanted, bool) else Path(wanted)
+    if wanted is None or isinstance(wanted, bool):
+        clean_up(run_directory)
+        # "output directory (...)" is in the message of the stock Trainer.
+        return _newest_complete(f"output directory ({run_directory})", run_directory) if wanted else None
+    path = Path(wanted)
     # Before clean_up(), which may remove it.
-    was_there = path is not None and inspection.step_of(path) is not None and path.is_dir()
-    was_unfinished = path is not None and was_there and unfinished_marker.is_unfinished(path)
+    was_checkpoint = inspection.step_of(path) is not None and path.is_dir()
+    was_unfinished = was_checkpoint and unfinished_marker.is_unfinished(path)
     clean_up(run_directory)
-    if wanted is True:
-        # The text is that of the stock Trainer.
-        return _newest_complete(f"output directory ({run_directory})", run_directory)
-    if path is None:
-        return None
     try:
         return inspection.examine_named(path)
     except CheckpointError:
-        is_gone = was_there and (not path.exists() or unfinished_marker.is_unfinished(path))
-        if not is_gone:
+        is_gone = not path.exists() or unfinished_marker.is_unfinished(path)
+        if not (was_checkpoint and is_gone):
             raise
     return _choose_replacement(path, run_directory, was_unfinished=was_unfinished)
 
@@ -117,7 +110,7 @@ def _newest_complete(place: Path | str, run_directory: Path, without: Path | Non
 
 
 def _modification_times(run_directory: Path) -> dict[Path, int]:
-    """Return the modification times of the checkpoints in ns, in ascending order of their steps."""
+    """Return the times in ns, by ascending step."""
     times = {}
     for path in inspection.list_checkpoints(run_directory):
         with suppress(FileNotFoundError):  # removed since it was listed
@@ -126,7 +119,7 @@ def _modification_times(run_directory: Path) -> dict[Path, int]:
 
 
 def _choose_replacement(gone: Path, run_directory: Path, *, was_unfinished: bool) -> inspection.Examination | None:
-    """Return the newest complete checkpoint next to ``gone``, which was unfinished or removed by another run.
+    """Return the newest complete checkpoint next to ``gone``.
 
     None, to start from scratch, if ``gone`` was unfinished and the only checkpoint of ``run_directory``.
     """
@@ -141,9 +134,9 @@ def _choose_replacement(gone: Path, run_directory: Path, *, was_unfinished: bool
 
 
 def find_best_checkpoint(resumed: Path, recorded: str | None) -> str | None:
-    """Return the path of the best checkpoint next to ``resumed``; None, with a warning, if it is not there.
+    """Return the path of the best checkpoint next to ``resumed``, or None with a warning.
 
-    Only the name is taken from its ``recorded`` path: the run may have been moved.
+    The directory of the ``recorded`` path is ignored: the run may have been moved.
     """
     if recorded is None:
         return None
@@ -159,12 +152,11 @@ def remove_unfinished(
 ) -> None:
     """Remove the unfinished checkpoints of a run; warn if another run holds the lock, or the disk fails.
 
-    ``lock`` returns the lock of the directory, or a ``nullcontext`` if the caller holds it.
+    The caller passes ``nullcontext`` if it holds the lock.
     """
     if unfinished_marker.has_no_unfinished(run_directory):
         return
     try:
-        # Another run holds the lock while it saves.
         with lock(run_directory):
             unfinished_marker.remove_unfinished(run_directory)
     except (OSError, CheckpointError) as error:

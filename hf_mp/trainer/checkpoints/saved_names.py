@@ -1,7 +1,7 @@
 """Load the weights that ``save_pretrained`` wrote, and raise an error for tensors that are not loaded.
 
 Transformers saves Hub names (single experts, older prefixes of vision-language models). The Trainer does not convert
-them and loads with ``strict=False``. Here the functions of ``from_pretrained`` convert them.
+them and loads with ``strict=False``. Here the functions of ``from_pretrained`` do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_mp.trainer.checkpoints.manifest import CheckpointError
 logger = logging.get_logger(__name__)
 
 _MAX_NAMES = 4  # tensor names in a message
-_COMPILED = "_orig_mod"  # attribute of a compiled module with the original one
+_COMPILED = "_orig_mod"  # attribute of compiled modules
 # Not public. If one of these is missing, only equal names are loaded.
 _mapping_of = getattr(conversion_mapping, "get_model_conversion_mapping", None)
 _convert_into = getattr(core_model_loading, "convert_and_load_state_dict_in_model", None)
@@ -38,7 +38,7 @@ _PrefixChange = getattr(core_model_loading, "PrefixChange", ())
 
 
 def weight_files(checkpoint: Path) -> list[Path]:
-    """Return the files with the weights of a full model, in the Trainer's order of preference."""
+    """Return the files of a full model, in the Trainer's order of preference."""
     for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
         if (checkpoint / name).is_file():
             return [checkpoint / name]
@@ -50,16 +50,13 @@ def weight_files(checkpoint: Path) -> list[Path]:
 
 
 def load_weights(files: Sequence[Path], model: nn.Module) -> None:
-    """Load a full model from its :func:`weight_files`, with the names of the model or of the Hub.
+    """Load a full model from its :func:`weight_files`; warn of missing frozen parameters and unexpected tensors.
 
-    Warns of missing frozen parameters and of unexpected tensors.
-
-    Raises:
-        CheckpointError: before anything is loaded, for other shapes and for missing trainable parameters and buffers;
-            for missing frozen parameters only if there are unexpected tensors.
+    Raises a CheckpointError, before anything is loaded, for other shapes and missing trainable parameters and buffers;
+    for missing frozen parameters only if there are unexpected tensors.
     """
     checkpoint = files[0].parent
-    # save_pretrained() of a compiled model writes names with the prefix of the wrapper.
+    # save_pretrained() of a compiled model writes the prefix.
     model = getattr(model, _COMPILED, model)
     with ExitStack() as at_end:
         stored = {name.removeprefix(f"{_COMPILED}."): value for name, value in _open(files, at_end).items()}
@@ -76,7 +73,7 @@ def load_weights(files: Sequence[Path], model: nn.Module) -> None:
 
 @contextmanager
 def require_all_loaded(checkpoint: Path | str, model: nn.Module) -> Iterator[None]:
-    """Raise a CheckpointError at the end if a trainable parameter of ``model`` was not written."""
+    """Raise a CheckpointError if a trainable parameter was not written in this context."""
     before = {name: (p, _version_and_address(p)) for name, p in model.named_parameters() if p.requires_grad}
     yield
     after = dict(model.named_parameters())
@@ -88,7 +85,6 @@ def require_all_loaded(checkpoint: Path | str, model: nn.Module) -> Iterator[Non
 
 
 def check_all_loaded(not_loaded: Sequence[str], checkpoint: Path | str, model: nn.Module) -> None:
-    """Raise a CheckpointError if ``not_loaded``, names of trainable parameters, is not empty."""
     if not_loaded and not Path(checkpoint).is_dir():
         raise CheckpointError(
             f"{checkpoint} is not there for this process: save to a file system that all processes share, or with "
@@ -105,9 +101,6 @@ def check_all_loaded(not_loaded: Sequence[str], checkpoint: Path | str, model: n
 def _version_and_address(parameter: Tensor) -> tuple[int, int]:
     # FSDP2 may change the memory of a shard without loading it.
     return version_of(parameter), 0 if is_dtensor(parameter) else parameter.data_ptr()
-
-
-# Names
 
 
 @dataclass(frozen=True)
@@ -127,12 +120,11 @@ class _Match:
 
     @property
     def errors(self) -> int:
-        """Number of differences."""
         return len(self.missing) + len(self.unexpected) + len(self.problems)
 
 
 def _open(files: Sequence[Path], at_end: ExitStack) -> dict[str, Any]:
-    """Return all tensors of ``files`` by name; those of safetensors are read on use, until ``at_end``."""
+    """Return all tensors by name; those of safetensors are read on use, until ``at_end``."""
     stored: dict[str, Any] = {}
     for path in files:
         if path.suffix == ".safetensors":
@@ -145,16 +137,13 @@ def _open(files: Sequence[Path], at_end: ExitStack) -> dict[str, Any]:
 
 def _match(stored: Mapping[str, Any], model: nn.Module) -> _Match:
     """Match ``stored`` with ``model`` by the first conversion without errors, or the one with the fewest."""
-    best: _Match | None = None
+    matches: list[_Match] = []
     for conversion in _conversions(model):
         match = _convert(stored, conversion, model) if conversion else _match_equal_names(stored, model)
-        match = _without_expected(match, model)
-        if best is None or match.errors < best.errors:
-            best = match
-        if not best.errors:
+        matches.append(_without_expected(match, model))
+        if not matches[-1].errors:
             break
-    assert best is not None
-    return best
+    return min(matches, key=lambda match: match.errors)
 
 
 def _conversions(model: nn.Module) -> Iterator[list[Any]]:
@@ -163,10 +152,10 @@ def _conversions(model: nn.Module) -> Iterator[list[Any]]:
         yield []
         return
     # save_pretrained() reverts the conversion of from_pretrained(); without one, this default.
-    used = getattr(model, "_weight_conversions", None)
-    if used is None:
-        used = [one for one in _mapping_of(model, add_legacy=False) if not isinstance(one, _PrefixChange)]
-    yield copy.deepcopy(used)
+    of_this_model = getattr(model, "_weight_conversions", None)
+    if of_this_model is None:
+        of_this_model = [one for one in _mapping_of(model, add_legacy=False) if not isinstance(one, _PrefixChange)]
+    yield copy.deepcopy(of_this_model)
     # The saved model may have been created differently.
     yield _mapping_of(model)
 
@@ -180,7 +169,7 @@ def _match_equal_names(stored: Mapping[str, Any], model: nn.Module) -> _Match:
 
 
 def _shape_problems(mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> list[str]:
-    """Return at most one message; ``mismatched`` are a name, the saved shape and that in the model."""
+    """``mismatched`` are a name, the saved shape and that in the model."""
     ordered = sorted(mismatched)
     if not ordered:
         return []
@@ -198,7 +187,7 @@ def _shape(value: Any) -> Iterable[int]:
 
 
 def _convert(stored: Mapping[str, Any], conversion: list[Any], model: nn.Module) -> _Match:
-    """Convert ``stored`` by Transformers' function, which replaces parameters: it loads into a copy of ``model``."""
+    """Convert by Transformers' function, which replaces parameters: load into a copy of ``model``."""
     assert _convert_into is not None and _settings_of_loading is not None
     target = _MetaCopy(model)
     try:
@@ -206,17 +195,18 @@ def _convert(stored: Mapping[str, Any], conversion: list[Any], model: nn.Module)
     except (TypeError, AttributeError) as error:  # another version of Transformers
         names = target.state_dict().keys()
         return _Match({}, set(names), set(stored), [f"Transformers does not convert them ({error})"])
-    state = target.state_dict()
+    state, failed = target.state_dict(), info.conversion_errors
     tensors = {name: value for name, value in state.items() if not value.is_meta}
     problems = _shape_problems(info.mismatched_keys)
-    if failed := info.conversion_errors:  # stack traces by name; the last line names the operation
+    if failed:  # stack traces by name; the last line names the operation
         problems.append(f"{shorten_list(failed)} cannot be converted ({failed[min(failed)].splitlines()[-1]})")
-    missing = state.keys() - tensors.keys() - failed.keys() - {name for name, *_ in info.mismatched_keys}
+    with_problem = failed.keys() | {name for name, *_ in info.mismatched_keys}
+    missing = state.keys() - tensors.keys() - with_problem
     return _Match(tensors, missing, set(info.unexpected_keys), problems)
 
 
 class _MetaCopy(nn.Module):
-    """Copy of a model's names, shapes and dtypes on the meta device."""
+    """Copy of names, shapes and dtypes on the meta device."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -237,7 +227,7 @@ class _MetaCopy(nn.Module):
 
 
 def _without_expected(match: _Match, model: nn.Module) -> _Match:
-    """Return ``match`` without the other names of tied weights, and names that the model class ignores."""
+    """Remove the other names of tied weights, and names that the model class ignores."""
     names_by_tensor: dict[Any, set[str]] = {}
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
@@ -246,21 +236,22 @@ def _without_expected(match: _Match, model: nn.Module) -> _Match:
     loaded = set().union(*(names for names in names_by_tensor.values() if names & match.tensors.keys()))
     missing = match.missing - loaded
     keys = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(match.unexpected))
-    if (adjust := getattr(model, "_adjust_missing_and_unexpected_keys", None)) is not None:
+    adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
+    if adjust is not None:
         adjust(keys)
     trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     return _Match(match.tensors, keys.missing_keys | (missing & trained), keys.unexpected_keys, match.problems)
 
 
 def _check_complete(match: _Match, checkpoint: Path, model: nn.Module) -> None:
-    """Raise a CheckpointError for problems and missing tensors."""
     frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    # With unexpected tensors, a missing one may have another name.
     missing = match.missing if match.unexpected else match.missing - frozen
     problems = list(match.problems)
     if missing:
         problems.append(f"no tensor for {shorten_list(missing)}")
-    if missing and match.unexpected:
-        problems.append(f"no place in the model for {shorten_list(match.unexpected)}")
+        if match.unexpected:
+            problems.append(f"no place in the model for {shorten_list(match.unexpected)}")
     if problems:
         raise CheckpointError(
             f"the model of {checkpoint} does not fit this run: {'; '.join(problems)}. Resume with the model that was "
@@ -269,7 +260,6 @@ def _check_complete(match: _Match, checkpoint: Path, model: nn.Module) -> None:
 
 
 def shorten_list(names: Iterable[str]) -> str:
-    """Return the first names and the number of the others, for a message."""
     ordered = sorted(names)
     more = len(ordered) - _MAX_NAMES
     return ", ".join(ordered[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

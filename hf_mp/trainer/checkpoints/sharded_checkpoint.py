@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint`` for plain training loops, on any number of ranks."""
+"""``save_checkpoint`` and ``load_checkpoint`` for plain training loops."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_mp._warnings import warn_caller
 from hf_mp.diagnostics.overflow import attached_runtime
 from hf_mp.ranks.parallelism import get_rank, get_world_size
 from hf_mp.trainer.checkpoints import inspection, loaded_state, unfinished_marker
-from hf_mp.trainer.checkpoints.manifest import (
-    MANIFEST_NAME,
-    CheckpointError,
-    FileEntry,
-    find_damage,
-)
+from hf_mp.trainer.checkpoints.manifest import MANIFEST_NAME, CheckpointError, FileEntry, find_damage
 from hf_mp.trainer.checkpoints.model_shards import check_same_weights, load_tensors, model_tensors, named_parameters
 from hf_mp.trainer.checkpoints.optimizer_shards import allocate_state, extract_state, load_state
 from hf_mp.trainer.checkpoints.shards import (
@@ -73,23 +68,25 @@ def save_checkpoint(
         tensors, _ = model_tensors(model)
         state, plain = extract_state(optimizer, named_parameters(model))
         scale = None if runtime is None else runtime.state_dict()
-        values = {"step": step, "extra": _keys_to_pairs(extra or {}), "optimizer": plain, "mixed_precision": scale}
-        text = _to_json(values)
-    precision = "fp32" if runtime is None else str(runtime.policy)
+        text = _to_json(
+            {"step": step, "extra": _keys_to_pairs(extra or {}), "optimizer": plain, "mixed_precision": scale}
+        )
+    _write(target, {**tensors, **state}, text, step=step, precision="fp32" if runtime is None else str(runtime.policy))
+
+
+def _write(target: Path, tensors: Mapping[str, Tensor], text: str, **about: Any) -> None:
     try:
         # raise_on_all_ranks() is a barrier: the other ranks write after the folder was created.
         with raise_on_all_ranks(), _raise_not_saved(target):
             if get_rank() == 0:
                 unfinished_marker.begin(target)
                 (target / SHARDS_FOLDER).mkdir()
-        files = write_shards(target / SHARDS_FOLDER, {**tensors, **state})
+        files = write_shards(target / SHARDS_FOLDER, tensors)
         with raise_on_all_ranks(), _raise_not_saved(target):
             if get_rank() == 0:
                 write_synced(target / STATE_FILE, text)
                 known = {f"{SHARDS_FOLDER}/{name}": entry for name, entry in files.items()}
-                unfinished_marker.complete(
-                    target, known=known, step=step, world_size=get_world_size(), precision=precision
-                )
+                unfinished_marker.complete(target, known=known, world_size=get_world_size(), **about)
     except BaseException:
         if get_rank() == 0:
             unfinished_marker.abort_save(target)
@@ -101,8 +98,7 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any]]:
     """Load a checkpoint of :func:`save_checkpoint`, bit for bit, on any number of processes and in any weight layout.
 
-    All processes call it, after ``hf_mp.prepare`` (or ``attach`` and ``attach_optimizer``) and after wrapping. Files
-    are compared with the manifest first.
+    All processes call it, after ``hf_mp.prepare`` and wrapping. Files are compared with the manifest first.
 
     Args:
         directory: a checkpoint, or that of a run, to load the newest complete ``checkpoint-STEP``; a warning names
@@ -120,8 +116,9 @@ def load_checkpoint(
     runtime = attached_runtime(model)
     with raise_on_all_ranks(), loaded_state.as_checkpoint_error(checkpoint, "the state"):
         saved = read_json(checkpoint / STATE_FILE, object_hook=_pairs_to_mapping)
-        if wrong := loaded_state.wrong_setting("step", saved["step"], 0):
-            raise CheckpointError(f"{checkpoint / STATE_FILE}: step {wrong}: take an earlier checkpoint")
+        wrong_step = loaded_state.wrong_setting("step", saved["step"], 0)
+        if wrong_step:
+            raise CheckpointError(f"{checkpoint / STATE_FILE}: step {wrong_step}: take an earlier checkpoint")
         # Before named_parameters(): state_dict() makes FSDP2 reshard its modules, which replaces their parameters.
         tensors, saved_names = model_tensors(model)
         names, layout = named_parameters(model), read_shard_metadata(checkpoint / SHARDS_FOLDER)
@@ -135,14 +132,13 @@ def load_checkpoint(
             load_state(optimizer, names, state, saved["optimizer"])
         if runtime is not None and saved["mixed_precision"] is not None:
             runtime.load_state_dict(saved["mixed_precision"])
-    if (runtime is None) != (saved["mixed_precision"] is None):
-        difference = "it was saved without mixed precision, so the loss scale starts anew"
-        if runtime is None:
-            difference = (
-                "no mixed precision is attached, so the loss scale is not restored, and 16-bit parameters round the "
-                "saved FP32 weights: call hf_mp.prepare first"
-            )
-        warn_caller(f"{checkpoint}: {difference}")
+    if runtime is not None and saved["mixed_precision"] is None:
+        warn_caller(f"{checkpoint}: it was saved without mixed precision, so the loss scale starts anew")
+    if runtime is None and saved["mixed_precision"] is not None:
+        warn_caller(
+            f"{checkpoint}: no mixed precision is attached, so the loss scale is not restored, and 16-bit parameters "
+            "round the saved FP32 weights: call hf_mp.prepare first"
+        )
     return saved["step"], saved["extra"]
 
 
@@ -166,28 +162,24 @@ def _keys_to_pairs(value: Any) -> Any:
     if isinstance(value, Mapping):
         pairs = [(key, _keys_to_pairs(one)) for key, one in value.items()]
         other_keys = [key for key in value if not isinstance(key, str)]
-        are_scalars = all(isinstance(key, (int, float, type(None))) for key in other_keys)
-        return {_PAIRS: pairs} if (other_keys and are_scalars) or _PAIRS in value else dict(pairs)
+        would_be_converted = other_keys and all(isinstance(key, (int, float, type(None))) for key in other_keys)
+        return {_PAIRS: pairs} if would_be_converted or _PAIRS in value else dict(pairs)
     return [_keys_to_pairs(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _pairs_to_mapping(value: dict[str, Any]) -> dict[Any, Any]:
-    # Called for the innermost mappings first.
     return dict(value[_PAIRS]) if value.keys() == {_PAIRS} else value
-
-
-# Choice of the checkpoint
 
 
 def _find_checkpoint(directory: Path) -> Path:
     """Return ``directory``, or the newest complete checkpoint in it. A collective call."""
     with raise_on_all_ranks():
         own = _list_candidates(directory) if get_rank() == 0 else []
-    candidates = sorted(gather_from_ranks(own)[0])
-    # A stable sort: a backup stays before the checkpoint of its step, with lower priority.
-    candidates.sort(key=lambda path: inspection.step_of(path) or 0)
+    # By path, a backup has lower priority than the checkpoint of its step.
+    candidates = sorted(gather_from_ranks(own)[0], key=lambda path: (inspection.step_of(path) or 0, path))
+
     chosen, warning = inspection.choose_newest_whole(
-        directory, candidates, lambda checkpoint: merge_problems(inspection.find_problems(checkpoint, _find_problems))
+        directory, candidates, lambda path: merge_problems(inspection.find_problems(path, _find_problems))
     )
     if warning:
         warn_caller(warning)
@@ -195,7 +187,7 @@ def _find_checkpoint(directory: Path) -> Path:
 
 
 def _list_candidates(directory: Path) -> list[Path]:
-    """Return ``directory`` or its backup if it is a checkpoint, otherwise the checkpoints and backups in it."""
+    """Return ``directory`` or its backup if it is a checkpoint, otherwise all checkpoints and backups in it."""
     # Unfinished ones are not removed: another program may be saving.
     with_manifest = [
         path for path in (directory, unfinished_marker.backup_path(directory)) if (path / MANIFEST_NAME).exists()
@@ -209,7 +201,7 @@ def _list_candidates(directory: Path) -> list[Path]:
 
 
 def _find_problems(checkpoint: Path, files: Mapping[str, FileEntry] | None) -> list[str]:
-    """Return the problems of a checkpoint. Each rank compares its part of the files with the manifest."""
+    """Each rank compares its part of the files with the manifest."""
     if files is None:
         return [f"{MANIFEST_NAME} is missing: it was never finished, or is of another program"]
     if STATE_FILE not in files:

@@ -1,6 +1,6 @@
-"""Save and load sharded tensors by ``torch.distributed.checkpoint`` in its safetensors format, without pickle.
+"""Save and load sharded tensors by ``torch.distributed.checkpoint`` as safetensors, without pickle.
 
-Each rank writes its own shards with their offsets, so that any number of ranks can read them.
+Each rank writes its shards with their offsets, so any number of ranks can read them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,9 @@ _FILE_BYTES = 2**30  # largest file of several tensors: torch builds each in hos
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileEntry]:
-    """Write each element of ``tensors`` once to the empty ``folder``, which all ranks share. A collective call.
+    """Write each tensor once to the empty ``folder``, which all ranks share. A collective call.
 
-    ``tensors`` are contiguous: DTensors, or tensors that are equal on all ranks.
-
-    Returns:
-        Size and checksum of the files of all ranks, by name.
-
-    Raises:
-        CheckpointError: on all ranks if one failed.
+    ``tensors`` are contiguous: DTensors, or equal on all ranks. Returns the entries of the files of all ranks by name.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -41,7 +35,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileE
         settings: Any = {"save_distributed": True, "fqn_to_index_mapping": _file_numbers(tensors)}
         dcp.save(_copy_shared_memory(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), **settings))
     with raise_on_all_ranks():
-        # torch numbers ranks from 1. Each rank reads its own files, which are still in the page cache.
+        # torch numbers ranks from 1. Own files are still in the page cache.
         mine = {path.name: entry_of(path) for path in folder.glob(f"shard-{get_rank() + 1:05d}-*")}
     files = {name: entry for of_rank in gather_from_ranks(mine) for name, entry in of_rank.items()}
     with raise_on_all_ranks():
@@ -77,11 +71,7 @@ def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int] | None:
 
 
 def read_shard_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return dtype, size and chunks of the tensors in ``folder``, by name. Reads only the headers of the files.
-
-    Raises:
-        CheckpointError: for a tensor with missing elements.
-    """
+    """Return dtype, size and chunks of the tensors by name, from the headers of the files."""
     # Some builds of torch do not have this module.
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -98,11 +88,7 @@ def read_shard_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors`` (plain, or DTensors on any mesh) in place from ``folder``. A collective call.
-
-    Raises:
-        CheckpointError: on all ranks, for unreadable files and different sizes.
-    """
+    """Fill ``tensors`` (plain, or DTensors on any mesh) in place. A collective call."""
     import torch.distributed.checkpoint as dcp
 
     with _as_checkpoint_errors(folder, "cannot be loaded"):
@@ -110,7 +96,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
-    """Return the ``value`` of each rank, in rank order. A collective call."""
+    """Return the ``value`` of each rank. A collective call."""
     values = [value] * get_world_size()
     if is_distributed():
         torch.distributed.all_gather_object(values, value)
@@ -118,7 +104,7 @@ def gather_from_ranks(value: Any) -> list[Any]:
 
 
 def merge_problems(problems: Iterable[str]) -> list[str]:
-    """Return the problems of all ranks, each once. A collective call."""
+    """A collective call."""
     return sorted({line for lines in gather_from_ranks(list(problems)) for line in lines})
 
 
@@ -128,17 +114,16 @@ def raise_on_all_ranks() -> Iterator[None]:
 
     A rank with an exception of another class raises that exception.
     """
-    own: CheckpointError | None = None
-    other: Exception | None = None
+    own: Exception | None = None
     try:
         yield
-    except CheckpointError as error:
-        own = error
     except Exception as error:
-        own, other = CheckpointError(f"{type(error).__name__}: {error}"), error
-    errors = [error for error in gather_from_ranks(own) if error is not None]
-    if other is not None:
-        raise other
+        own = error
+    is_other = own is not None and not isinstance(own, CheckpointError)
+    sent = CheckpointError(f"{type(own).__name__}: {own}") if is_other else own
+    errors = [error for error in gather_from_ranks(sent) if error is not None]
+    if own is not None and is_other:
+        raise own
     if errors:
         # Keep the class: NoCheckpointError is raised on all ranks.
         raise type(errors[0])("; ".join(sorted(set(map(str, errors))))) from own
@@ -146,7 +131,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 @contextmanager
 def _as_checkpoint_errors(folder: Path, failed: str) -> Iterator[None]:
-    """Convert torch's error to a CheckpointError, and suppress its warning for a single process."""
+    """Convert torch's error, and suppress its warning for a single process."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Write files and folders to disk with ``fsync``. All functions raise OSError if the disk fails."""
+"""Write files and folders to disk with ``fsync``, which raises OSError if the disk fails."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write ``text`` to a UTF-8 file and sync it."""
     path.write_text(text, encoding="utf-8")
     sync(path)
 
 
 def sync_tree(directory: Path) -> None:
-    """Sync ``directory`` and all files and folders in it; contents before the folders that list them."""
+    """Sync all files and folders; contents before the folders that list them."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
             sync(Path(folder, name))

@@ -5,9 +5,8 @@
     run/checkpoint-20/hf_mp_manifest.json.unfinished    marker, from the first file until it is renamed to the manifest
     run/_saving/checkpoint-20                           backup of an older checkpoint of this name, during the save
 
-After a kill, each checkpoint has its manifest or the marker. Files are written directly to their final directory,
-because the Trainer searches it for the best checkpoint. All functions raise OSError if the disk fails, except where
-noted.
+Files are written directly to their final directory, because the Trainer searches it for the best checkpoint. All
+functions raise OSError if the disk fails, except where noted.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from hf_mp.trainer.checkpoints.synced import sync, write_synced
 
 logger = logging.get_logger(__name__)
 
-STAGING_FOLDER = "_saving"  # the Trainer does not push names with a leading underscore to the Hub
+STAGING_FOLDER = "_saving"  # the Trainer does not push names with an underscore
 
 
 def backup_path(checkpoint: Path) -> Path:
-    """Return where an older checkpoint of this name is stored during a save, on the same file system."""
+    """Return the place of an older checkpoint during a save, on the same file system."""
     return checkpoint.parent / STAGING_FOLDER / checkpoint.name
 
 
 def begin(checkpoint: Path) -> None:
-    """Create the directory of a checkpoint with its marker; an older one of this name becomes the backup."""
+    """Create a checkpoint with its marker; an older one of this name becomes the backup."""
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     restore_previous(checkpoint)
     # A symlink is moved too: writing through it would write to another directory.
@@ -50,20 +49,20 @@ def begin(checkpoint: Path) -> None:
 
 
 def complete(checkpoint: Path, **about: Any) -> None:
-    """Sync a checkpoint, replace its marker by the manifest (``about``: see :func:`finish`), and delete the backup."""
+    """Replace the marker by the manifest, and delete the backup."""
     finish(checkpoint, **about)
     sync(checkpoint.parent)
     _remove_backup(backup_path(checkpoint))
 
 
 def abort_save(checkpoint: Path) -> None:
-    """Remove the files of a failed save and restore the backup. If the disk fails, the next run does so."""
+    """Remove a failed save and restore the backup. If the disk fails, the next run does so."""
     with contextlib.suppress(OSError):
         restore_previous(checkpoint)
 
 
 def restore_previous(checkpoint: Path) -> None:
-    """Remove a checkpoint if it is unfinished, and restore its backup; log a warning for each."""
+    """Remove an unfinished checkpoint, and restore its backup; log a warning for each."""
     backup = backup_path(checkpoint)
     if backup.parent.is_symlink():  # it would resolve to checkpoints of another run
         backup.parent.unlink()
@@ -77,12 +76,9 @@ def restore_previous(checkpoint: Path) -> None:
 
 
 def rotate(run_directory: Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints of a run, by modification time; warn if the disk fails.
+    """Remove the oldest checkpoints of a run, locked by the caller, by modification time; warn if the disk fails.
 
-    Args:
-        run_directory: locked by the caller.
-        limit: number of checkpoints to keep; None, 0 or less keeps all. The newest one is always kept.
-        best: path of a checkpoint to keep in any case, or None.
+    ``limit`` is the number to keep; None, 0 or less keeps all. The newest one and ``best`` are always kept.
     """
     if limit is None or limit <= 0:
         return
@@ -94,9 +90,8 @@ def rotate(run_directory: Path, limit: int | None, best: str | None) -> None:
         finished = [path for path in found if path not in unfinished]
         # A resumed run may spell its output_dir differently.
         best_path = None if best is None else Path(best).resolve()
-        kept = [path for path in finished if path == finished[-1] or path.resolve() == best_path]
-        removable = [path for path in finished if path not in kept]
-        surplus = max(len(finished) - max(limit, len(kept)), 0)
+        removable = [path for path in finished[:-1] if path.resolve() != best_path]
+        surplus = max(len(finished) - limit, 0)
         for checkpoint in (*unfinished, *removable[:surplus]):
             remove(checkpoint)
 
@@ -110,9 +105,9 @@ def keep_only(best: Path, run_directory: Path) -> None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, but not a symlink: set the marker first and delete it last.
+    """Remove a checkpoint, but not a symlink. The marker is deleted last.
 
-    Without a marker, another run could load the remaining files as a checkpoint of the stock Trainer.
+    Without it, another run could load the remaining files as a checkpoint of the stock Trainer.
     """
     if checkpoint.is_symlink():
         return
@@ -146,14 +141,12 @@ def _warn_on_failure(run_directory: Path) -> Iterator[None]:
 
 
 def has_no_unfinished(run_directory: Path) -> bool:
-    """Return whether a run has neither unfinished checkpoints nor a staging folder."""
     if (run_directory / STAGING_FOLDER).is_dir():
         return False
     return not any(map(is_unfinished, run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
 
 
 def remove_unfinished(run_directory: Path) -> None:
-    """Remove the unfinished checkpoints of a run, and restore all backups."""
     staging = run_directory / STAGING_FOLDER
     # save_checkpoint() accepts any name.
     found = [*run_directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *staging.glob("*")]
@@ -163,7 +156,7 @@ def remove_unfinished(run_directory: Path) -> None:
 
 
 def is_unfinished(checkpoint: Path) -> bool:
-    """Return whether a save or removal of this checkpoint began and did not end."""
+    """Return whether a save or removal began and did not end."""
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return False
     # It is empty before the marker is written and after it is deleted.
@@ -171,14 +164,13 @@ def is_unfinished(checkpoint: Path) -> bool:
 
 
 def _remove_backup(backup: Path) -> None:
-    """Remove a backup, and the staging folder if it is empty."""
     _remove_ignoring_errors(backup)
     with contextlib.suppress(OSError):
         backup.parent.rmdir()
 
 
 def _remove_ignoring_errors(directory: Path) -> None:
-    """Remove a directory or symlink; files that remain in the staging folder are never loaded."""
+    """Files that remain in the staging folder are never loaded."""
     if directory.is_symlink():
         with contextlib.suppress(OSError):
             directory.unlink()

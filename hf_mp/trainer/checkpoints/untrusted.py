@@ -1,7 +1,7 @@
 """Find files of an untrusted checkpoint that could run code when loaded, or that refer outside its directory.
 
 Transformers loads most files with ``weights_only=True``, but torch loads the sharded state of FSDP without
-restrictions. Memory use is not checked.
+restrictions.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Hazard(ValueError):
 
 
 def find_hazards(directory: Path) -> list[str]:
-    """Return one line for each file that must not be loaded. Call :func:`find_out_of_place` first."""
+    """Return a line for each unsafe file. Call :func:`find_out_of_place` first."""
     return find_in_files(directory, _hazard)
 
 
 def find_out_of_place(directory: Path) -> list[str]:
-    """Return one line for each symlink to another directory, pipe or device."""
+    """Return a line for each symlink to another directory, pipe or device."""
     return find_in_files(directory, lambda path: _out_of_place(path, directory.resolve()))
 
 
@@ -61,7 +61,6 @@ def find_in_files(directory: Path, check: Callable[[Path], str | None]) -> list[
 
 
 def read_json(path: Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Load a JSON file; a Hazard if it is too large, invalid, or nested too deeply."""
     if (size_bytes := path.stat().st_size) > MAX_JSON_BYTES:
         raise Hazard(f"has {size_bytes} bytes, more than any Trainer writes")
     try:
@@ -82,9 +81,7 @@ def _out_of_place(path: Path, directory: Path) -> str | None:
 
 
 def _hazard(path: Path) -> str | None:
-    """Return why a file must not be loaded; None if it may be."""
-    matching = (entry for entry in _CHECKS if re.fullmatch(entry.pattern, path.name))
-    found = next(matching, None)
+    found = next((entry for entry in _CHECKS if re.fullmatch(entry.pattern, path.name)), None)
     if found is None:
         return None
     try:
@@ -97,7 +94,7 @@ def _hazard(path: Path) -> str | None:
 
 
 def _check_archive(file: Path | IO[bytes]) -> None:
-    """Raise Hazard if a file of ``torch.save`` contains disallowed globals; does not load it."""
+    """Check the globals of a file of ``torch.save`` without loading it."""
     with safe_globals():
         names = get_unsafe_globals_in_checkpoint(file)
     if names:
@@ -112,7 +109,6 @@ def _runs_code(names: Iterable[str]) -> Hazard:
 
 
 def _check_trainer_state(path: Path) -> None:
-    """Raise Hazard for entries of a wrong type."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise Hazard(f"is a {type(content).__name__}, not the state of a Trainer")
@@ -140,7 +136,7 @@ def _is_state_of_callbacks(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(one, dict) or _is_list_of_dicts(one) for one in value.values())
 
 
-# Entries of trainer_state.json that training uses. All except global_step may be missing or None.
+# Entries that training uses. All except global_step may be missing or None.
 _TRAINER_STATE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "global_step": ("a number of steps", _is_count),
     "num_input_tokens_seen": ("a number of tokens", _is_count),
@@ -161,7 +157,7 @@ def _check_index(path: Path) -> None:
 
 
 def _check_shards(path: Path) -> None:
-    """Check the pickled metadata of shards, and each pickled value in the shards."""
+    """Check the pickled metadata of shards, and each pickled value in them."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     with path.open("rb") as file:
@@ -173,24 +169,28 @@ def _check_shards(path: Path) -> None:
         if not is_inside(str(place.relative_path)):
             raise Hazard(f"names a shard outside of the checkpoint: {str(place.relative_path)!r:.200}")
         if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
-            with (path.parent / place.relative_path).open("rb") as shard:
-                shard.seek(place.offset)
-                value = io.BytesIO(shard.read(place.length))
-            try:
-                _check_archive(value)
-            except Hazard as hazard:
-                raise Hazard(f"leads to {place.relative_path}, which {hazard}") from hazard
+            _check_pickled_value(path.parent, place)
+
+
+def _check_pickled_value(folder: Path, place: Any) -> None:
+    with (folder / place.relative_path).open("rb") as shard:
+        shard.seek(place.offset)
+        value = io.BytesIO(shard.read(place.length))
+    try:
+        _check_archive(value)
+    except Hazard as hazard:
+        raise Hazard(f"leads to {place.relative_path}, which {hazard}") from hazard
 
 
 class _FileCheck(NamedTuple):
-    """Check of the files with names that match ``pattern``; ``kind`` is a noun for messages."""
+    """Check of the files with matching names; ``kind`` is a noun for messages."""
 
     pattern: str
     kind: str
     check: Callable[[Path], Any]
 
 
-# The first match is used. training_args.bin is not checked, because no code path loads it.
+# The first match is used. No code path loads training_args.bin.
 _CHECKS = (
     _FileCheck(
         r"(optimizer|scheduler|scaler|rng_state|pytorch_model|adapter_model).*\.(pt|pth|bin)",
