@@ -8,18 +8,22 @@ _IN_BF16 = (
 _IN_FP16 = "Use fp32 if the model was trained in BF16 and overflows in FP16. Use fp16-lean if memory is short."
 
 
-def advise(device: str, *, fp16: bool, bf16: bool) -> dict[str, str]:
+def advise(device: str, *, fp16: bool, bf16: bool, only_bf16_in_tiles: bool = False) -> dict[str, str]:
     """Return the preset to start with.
 
     Args:
         device: its name in the text: ``"Tesla T4"`` or ``"This CPU"``.
         fp16, bf16: whether it has matmul instructions of that dtype.
+        only_bf16_in_tiles: whether it multiplies matrix tiles (Intel's AMX) in BF16, and only vectors in FP16; default
+            False.
 
     Returns:
         ``preset``, for :meth:`hf_mp.PrecisionPolicy.parse`; ``reason``; ``otherwise``: cases for another preset.
     """
     if bf16:
         reason = f"{device} multiplies BF16, which needs no loss scale."
+        if fp16 and only_bf16_in_tiles:
+            reason += " FP16 takes it as long as FP32, and saves memory alone."
         return {"preset": "bf16", "reason": reason, "otherwise": _IN_BF16}
     if fp16:
         return {"preset": "fp16", "reason": f"{device} multiplies FP16, but not BF16.", "otherwise": _IN_FP16}

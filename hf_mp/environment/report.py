@@ -27,7 +27,10 @@ def advise_here() -> dict[str, str]:
     Programming Guide", section "Compute Capabilities").
     """
     if not torch.cuda.is_available():
-        return advise("This CPU", fp16=runs_natively(torch.half, "cpu"), bf16=runs_natively(torch.bfloat16, "cpu"))
+        fp16, bf16 = runs_natively(torch.half, "cpu"), runs_natively(torch.bfloat16, "cpu")
+        tiles = torch.cpu.get_capabilities()
+        only_bf16_in_tiles = bool(tiles.get("amx_bf16")) and not tiles.get("amx_fp16")
+        return advise("This CPU", fp16=fp16, bf16=bf16, only_bf16_in_tiles=only_bf16_in_tiles)
     # A training on all GPUs has one precision.
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
     # ROCm has other compute capabilities. Emulated BF16 is slow.

@@ -16,7 +16,7 @@ from hf_mp.environment.report import advise_here
 def machine(monkeypatch):
     """Plants GPUs by name and compute capability, and what the CPU multiplies."""
 
-    def plant(gpus=(), hip=None, bf16=(), cpu=()):
+    def plant(gpus=(), hip=None, bf16=(), cpu=(), tiles=()):
         current: list[int] = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
@@ -26,6 +26,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: gpus[current[-1]][0] in bf16)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(report, "runs_natively", lambda dtype, device_type: dtype in cpu)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(tiles, True))
 
     return plant
 
@@ -50,6 +51,9 @@ FP16, BF16 = torch.float16, torch.bfloat16
         ({"gpus": [("MI25", (9, 0))], "hip": "6"}, "fp16", "MI25 multiplies FP16, but not BF16", "fp16-lean"),
         ({"cpu": [BF16]}, "bf16", "This CPU multiplies BF16", "higher loss"),
         ({"cpu": [FP16, BF16]}, "bf16", "This CPU multiplies BF16", "bf16-lean"),
+        ({"cpu": [FP16, BF16], "tiles": ["amx_bf16"]}, "bf16", "FP16 takes it as long as FP32", "bf16-lean"),
+        ({"cpu": [BF16], "tiles": ["amx_bf16"]}, "bf16", "no loss scale.", "bf16-lean"),
+        ({"cpu": [FP16, BF16], "tiles": ["amx_bf16", "amx_fp16"]}, "bf16", "no loss scale.", "bf16-lean"),
         ({"cpu": [FP16]}, "fp16", "This CPU multiplies FP16, but not BF16", "fp16-lean"),
         ({}, "fp32", "This CPU multiplies neither FP16 nor BF16", "fp16 if memory is short"),
     ],
