@@ -1,4 +1,4 @@
-"""Checks that gradients do not depend on the loss scale: one backward at several scales."""
+"""``check_gradients``: one backward at several loss scales."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.split_parameter import gradient_and_factor
 
-# A gradient that was not unscaled contains a + b * S, one that was not scaled a + b / S. FP16 rounding does not depend
-# on S, and underflow only reduces a.
+# A gradient that was not unscaled is a + b * S, one that was not scaled a + b / S. FP16 rounding does not depend on S,
+# and underflow only reduces a.
 HEADROOM = 6.0  # doublings from the larger scale to an overflow
 SCALE_RATIO = 2.0**4  # of the larger to the smaller scale, which is far from underflow; shows b * S
 TINY_SCALES = (2.0**-8, 2.0**-9)  # show b / S; two, because underflowed gradients differ in direction
@@ -33,18 +33,18 @@ _TRIES = 3  # at scales 2**8 apart, if the current one overflows
 
 
 class ScaleLeakError(RuntimeError):
-    """Gradients change with the loss scale, so they are wrong. The message names the parameters, with advice."""
+    """Gradients change with the loss scale. The message names the parameters, with advice."""
 
 
 def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
     """Check that the gradients of one batch are equal at several loss scales.
 
-    Forward and backward run five times or a few more. Weights, buffers, gradients, RNG states and the loss scale are
-    restored. Up to 4,096 elements of each gradient are compared. Without a loss scale nothing runs.
+    Forward and backward run five times or a few more. The model, gradients, RNG states and the loss scale are restored.
+    Up to 4,096 elements of each gradient are compared. Without a loss scale nothing runs.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
-        batch: the model's arguments: a mapping of keyword arguments, a tuple or list, or a single argument.
+        batch: a mapping of keyword arguments, a tuple or list of arguments, or a single argument.
         loss: computes the loss from the model's outputs; default: the outputs' own ``loss``.
 
     Raises:
@@ -120,21 +120,26 @@ def _leaks(samples: list[dict[str, Tensor]]) -> dict[str, list[str]]:
     typical = max(_size(sample) for sample in samples[0].values())
     found: dict[str, list[str]] = {}
     for name in samples[0]:
-        larger, smaller, tiny, tinier = (sample[name] for sample in samples)
-        if _contains_inverse_scale(larger, tiny, tinier):
-            # At half the scale, 1/S doubles. A clamp acts only at the larger scales.
-            cause = "1/S" if _size(tinier) > 1.5 * _size(tiny) else "not linear"
-        elif _contains_scale(larger, smaller, typical):
-            cause = "S" if _is_proportional(larger - tiny, smaller - tiny) else "not linear"
-        else:
-            continue
-        sizes = ", ".join(f"{_size(sample[name]):.3g}" for sample in samples[:3])
-        found.setdefault(cause, []).append(f"{name} ({sizes})")
+        at_scales = [sample[name] for sample in samples]
+        cause = _cause(typical, *at_scales)
+        if cause is not None:
+            sizes = ", ".join(f"{_size(one):.3g}" for one in at_scales[:3])
+            found.setdefault(cause, []).append(f"{name} ({sizes})")
     return found
 
 
+def _cause(typical: float, larger: Tensor, smaller: Tensor, tiny: Tensor, tinier: Tensor) -> str | None:
+    """Return the key of ``_CAUSES`` for a gradient at four scales; None if it does not depend on S."""
+    if _contains_inverse_scale(larger, tiny, tinier):
+        # At half the scale, 1/S doubles. A clamp acts only at the larger scales.
+        return "1/S" if _size(tinier) > 1.5 * _size(tiny) else "not linear"
+    if _contains_scale(larger, smaller, typical):
+        return "S" if _is_proportional(larger - tiny, smaller - tiny) else "not linear"
+    return None
+
+
 def _is_proportional(larger: Tensor, smaller: Tensor) -> bool:
-    """Whether the parts of a gradient that depend on S, at the larger and the smaller scale, differ by their ratio."""
+    """Whether two parts of a gradient differ by the ratio of the scales."""
     return bool((larger - SCALE_RATIO * smaller).norm() < 0.25 * larger.norm())
 
 
@@ -143,7 +148,6 @@ def _size(sample: Tensor) -> float:
 
 
 def _contains_scale(larger: Tensor, smaller: Tensor, typical: float) -> bool:
-    """Whether a gradient contains S, by its values at the larger and the smaller scale."""
     if (larger - smaller).norm() <= LEAST_SHARE * larger.norm():
         return False
     # A gradient that cancels out (a bias in front of a batch norm) has only rounding errors, which may underflow.
@@ -152,7 +156,6 @@ def _contains_scale(larger: Tensor, smaller: Tensor, typical: float) -> bool:
 
 
 def _contains_inverse_scale(larger: Tensor, tiny: Tensor, tinier: Tensor) -> bool:
-    """Whether a gradient contains 1/S, by its values at the larger scale and at both tiny ones."""
     if (tiny - larger).norm() <= (1.0 + LEAST_SHARE / TINY_SCALES[0]) * larger.norm():
         return False
     # The rounding errors of a gradient that cancels out (a bias of attention keys) differ at both scales.
@@ -161,7 +164,7 @@ def _contains_inverse_scale(larger: Tensor, tiny: Tensor, tinier: Tensor) -> boo
 
 @contextmanager
 def _without_observers(runtime: MixedPrecision) -> Iterator[None]:
-    """Remove the observers, which would record these backwards; restore them and the scale on exit."""
+    """Remove the observers, which would record the backwards; restore them and the scale on exit."""
     state, observers, runtime.observers = runtime.scaler.state, runtime.observers, []
     try:
         yield
@@ -176,14 +179,14 @@ def _gradients_at(
     restore_rng_states: Callable[[], None],
     scale: float,
 ) -> tuple[dict[str, Tensor], float]:
-    """Return FP32 samples of the gradients by name, and their largest magnitude."""
+    """Return FP32 samples of the gradients, and their largest magnitude."""
     runtime.scaler.state = replace(runtime.scaler.state, scale=scale)
     restore_rng_states()  # forward, recomputation and autograd functions may draw
     try:
         backward()
         samples, largest = dict[str, Tensor](), list[Tensor]()
         for name, parameter in model.named_parameters():
-            # Not `.grad`, of which a lean layout would make FP32 gradients, all at once.
+            # Not `.grad`: a lean layout would make FP32 gradients, all at once.
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
                 inverse = 1.0 if factor is None else factor.squeeze()

@@ -21,7 +21,7 @@ UNINITIALISED = frozenset(
 
 
 class Finiteness(IntEnum):
-    """Finite (false in a condition), only -inf, as masks have, or any other inf or NaN."""
+    """Finite (False in a condition), only -inf, as in masks, or any other inf or NaN."""
 
     FINITE = 0
     MINUS_INF = 1

@@ -1,4 +1,4 @@
-"""Finds states of a training that lose bits, by one function for each state."""
+"""Finds states of a training that lose bits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TensorSample:
     """A sample of a tensor of a training or a checkpoint.
 
     Attributes:
-        name: name of the parameter or the state.
+        name: of the parameter or the state.
         dtype: stored dtype.
-        elements: number of elements of the tensor.
+        elements: of the tensor.
         values: sampled elements, of shape (n,), in ``dtype``.
         lost_share: share of a weight's updates that rounding drops; None if their size is unknown.
-        unchanged_share: share of a weight's elements that are equal to the base; None without a base.
+        unchanged_share: share of a weight's elements equal to the base; None without a base.
     """
 
     name: str
@@ -44,7 +44,6 @@ class TensorSample:
 
     @property
     def is_norm(self) -> bool:
-        """Whether the name is that of a norm's weight."""
         return _NORM.search(self.name) is not None
 
 
@@ -58,14 +57,14 @@ class Evidence:
     Attributes:
         weights: trained weights.
         firsts, seconds: moments of gradients, and of their squares.
-        masters: FP32 master weights of 16-bit weights.
+        masters: FP32 master weights.
         sums: Kahan sums, the rounding errors of earlier updates.
         learning_rate: the largest; None if unknown.
-        assumes_learning_rate: True if it is :data:`FINE_TUNING_RATE`, for files without one.
+        assumes_learning_rate: whether it is :data:`FINE_TUNING_RATE`, for files without one.
         beta2: the smallest decay of second moments.
         keeps_bits: whether the optimizer preserves small updates, for example by stochastic rounding.
         is_training: whether the weights are or will be updated.
-        is_saved: True for files, False for a running training.
+        is_saved: whether these are files.
     """
 
     weights: list[TensorSample] = field(default_factory=list)
@@ -82,7 +81,6 @@ class Evidence:
 
     @property
     def narrow_weights(self) -> list[TensorSample]:
-        """Weights that are stored in 16 bits."""
         return [one for one in self.weights if one.dtype in LOWER_PRECISION_DTYPES]
 
     @property
@@ -121,11 +119,10 @@ Texts = tuple[str, str] | None  # `says` and `way_out` of a Risk; None without t
 def _no_masters(evidence: Evidence) -> Texts:
     """Find 16-bit weights without masters, which lose updates."""
     narrow = evidence.narrow_weights
-    measured = [(one.elements, one.lost_share) for one in narrow if one.lost_share is not None]
-    loses_few = bool(measured) and mean(measured) < _MIN_LOST_SHARE
-    if not narrow or not evidence.is_training or loses_few:
+    if not narrow or not evidence.is_training or evidence.has_more_bits or _were_fp32(evidence):
         return None
-    if evidence.has_more_bits or _were_fp32(evidence):
+    measured = [(one.elements, one.lost_share) for one in narrow if one.lost_share is not None]
+    if measured and mean(measured) < _MIN_LOST_SHARE:
         return None
     share = f"{mean(measured):.0%}" if measured else "an unknown share"
     rate = "" if evidence.learning_rate is None else f" at learning rate {evidence.learning_rate:g}"
@@ -142,10 +139,8 @@ def _lost_updates(evidence: Evidence) -> Texts:
     """Find norm weights that are all equal to the base if others are not: near 1, 16 bits lose most updates."""
     norms = [one for one in evidence.narrow_weights if one.is_norm and one.unchanged_share is not None]
     moved = 1.0 - mean((one.elements, share) for one in evidence.weights if (share := one.unchanged_share) is not None)
-    if not norms or evidence.has_more_bits:
-        return None
-    was_trained = moved > 0.0
-    if not was_trained or any(one.unchanged_share != 1.0 for one in norms):
+    were_only_norms_kept = moved > 0.0 and all(one.unchanged_share == 1.0 for one in norms)
+    if not norms or evidence.has_more_bits or not were_only_norms_kept:
         return None
     return (
         f"all {len(norms)} norm weights, in {_dtypes(norms)}, are bit for bit those of the base, and {moved:.2%} of "
@@ -158,13 +153,13 @@ def _lost_updates(evidence: Evidence) -> Texts:
 
 def _rounded(evidence: Evidence) -> Texts:
     """Find FP32 weights (with FP32 moments) that were saved with 16-bit values."""
-    if not (evidence.is_saved and evidence.weights) or evidence.has_more_bits:
-        return None
     fp32_moments = _fp32_moments(evidence)
-    if not fp32_moments or (evidence.narrow_weights and not _were_fp32(evidence)):
+    if not (evidence.is_saved and evidence.weights and fp32_moments) or evidence.has_more_bits:
+        return None
+    if evidence.narrow_weights and not _were_fp32(evidence):
         return None
     unrounded = mean((one.elements, 1.0 - _share_of_16_bits(one.values)) for one in evidence.weights)
-    # Of a model with adapters only a small part is trained; the 16-bit base is expected.
+    # Of a model with adapters only a part is trained; the 16-bit base is expected.
     trained_share = min(1.0, _elements(fp32_moments) / _elements(evidence.weights))
     if unrounded > _MAX_UNROUNDED_SHARE * trained_share:
         return None
@@ -211,12 +206,12 @@ def _other_masters(evidence: Evidence) -> Texts:
     if not evidence.is_saved:
         return None
     nearest = []
-    # Optimizers number their masters, so compare each with the nearest weight of its size. DeepSpeed's are flat and
-    # sharded, so no weight has their size.
+    # Optimizers number their masters, so compare each with the nearest weight of its size. DeepSpeed's are flat.
     for master in evidence.masters:
         size = master.elements, len(master.values)
         same_size = [one for one in evidence.narrow_weights if (one.elements, len(one.values)) == size]
-        nearest += sorted((_share_different(master, one), one.name) for one in same_size)[:1]
+        if same_size:
+            nearest.append(min((_share_different(master, one), one.name) for one in same_size))
     # Stochastic rounding may differ in a few elements.
     different = [(share, name) for share, name in nearest if share > 1e-3]
     if not different:
@@ -238,9 +233,6 @@ RULES: dict[str, Callable[[Evidence], Texts]] = {
 }
 
 
-# Functions of the rules
-
-# Patterns of names of optimizer state; the first match is used.
 _ROLES = {
     "masters": r"master|fp32_groups|fp32_flat_groups|fp32_from_fp16",
     "sums": r"kahan|compensation|residual|rest$|correction",
@@ -250,24 +242,24 @@ _ROLES = {
 
 
 def role_of(key: str) -> str | None:
-    """Return the field of :class:`Evidence` for optimizer state, by the last part of its name; None for others."""
+    """Return the field of :class:`Evidence` for optimizer state by the last part of its name, or None."""
     last = re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2]  # without indices of lists
     return next((role for role, pattern in _ROLES.items() if re.search(pattern, last)), None)
 
 
 def learning_rate_of(groups: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the largest current or initial learning rate of parameter groups; None if they have none."""
+    """Return the largest current or initial learning rate, or None."""
     rates = (group.get(key) for group in groups for key in ("lr", "initial_lr"))
     return max((float(rate) for rate in rates if rate is not None), default=None)
 
 
 def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
-    """Return the smallest beta2 of an optimizer's groups; Adam's default if they have none."""
+    """Return the smallest beta2; Adam's default if the groups have none."""
     return min((float(group["betas"][1]) for group in groups if len(group.get("betas") or ()) > 1), default=_BETA2)
 
 
 def _share_of_16_bits(values: Tensor) -> float:
-    """Return the share of values that BF16 represents exactly, or FP16, whichever is larger."""
+    """Return the larger of the shares of values that BF16 and FP16 represent exactly."""
     return max(float((values.to(dtype).to(values.dtype) == values).float().mean()) for dtype in LOWER_PRECISION_DTYPES)
 
 
@@ -280,7 +272,7 @@ def _share_different(master: TensorSample, weight: TensorSample) -> float:
 
 
 def _were_fp32(evidence: Evidence) -> bool:
-    """Whether saved 16-bit weights were trained in FP32: their moments are FP32, torch's dtype for FP32 weights."""
+    """Whether saved 16-bit weights were trained in FP32: torch's moments of FP32 weights are FP32."""
     fp32_weights = [one for one in evidence.weights if one.dtype is torch.float32]
     moments_of_others = _elements(_fp32_moments(evidence)) - _elements(fp32_weights)
     # Weights of 8-bit optimizers and frozen weights have no FP32 moments, so half is enough.
