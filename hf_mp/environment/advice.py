@@ -1,4 +1,4 @@
-"""Recommends a precision preset: a pure function."""
+"""Recommends a precision preset."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ def advise(device: str, *, fp16: bool, bf16: bool) -> dict[str, str]:
         ``preset``, for :meth:`hf_mp.PrecisionPolicy.parse`; ``reason``; ``otherwise``: cases for another preset.
     """
     if bf16:
-        reason = f"{device} multiplies BF16, which needs no loss scale."
-        return {"preset": "bf16", "reason": reason, "otherwise": _IN_BF16}
+        return {
+            "preset": "bf16",
+            "reason": f"{device} multiplies BF16, which needs no loss scale.",
+            "otherwise": _IN_BF16,
+        }
     if fp16:
         return {"preset": "fp16", "reason": f"{device} multiplies FP16, but not BF16.", "otherwise": _IN_FP16}
-    reason = f"{device} multiplies neither FP16 nor BF16."
-    return {"preset": "fp32", "reason": reason, "otherwise": "Use fp16 if memory is short: it saves no time."}
+    return {
+        "preset": "fp32",
+        "reason": f"{device} multiplies neither FP16 nor BF16.",
+        "otherwise": "Use fp16 if memory is short: it saves no time.",
+    }
