@@ -50,12 +50,12 @@ def compare_precisions(
     head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
 
     Of ``logits`` of several classes, the log-probabilities of the tokens (or classes) that are most likely in FP32 are
-    compared too. Positions hidden by ``attention_mask`` and masked logits do not count. Without ``logits``, the first
+    compared too, without positions hidden by ``attention_mask`` and masked logits. Without ``logits``, the first
     floating output is compared.
 
     Args:
         model: any module; it is not changed. Of an attached model, a copy with its FP32 masters and without its rules
-            is compared. 16-bit weights are cast to FP32.
+            is compared, with 16-bit weights in FP32.
         batches: one batch (a mapping of arguments or a tensor), or an iterable of batches, each a mapping, a tuple of
             arguments, or a tensor.
         precisions: presets, policies or dtypes, or pairs of one and its rules; default ``"bf16"`` and ``"fp16"``.
@@ -65,9 +65,9 @@ def compare_precisions(
         A :class:`PrecisionComparison`.
 
     Raises:
-        TypeError: for anything but a module, and for a single precision instead of a sequence.
-        ValueError: without a batch or a precision; for an unknown precision or rule; for a model that returns inf or
-            NaN in FP32, or no floating tensor.
+        TypeError: for anything but a module and a sequence of precisions.
+        ValueError: without a batch or a precision; for an unknown precision or rule; for outputs of inf or NaN in FP32,
+            or without a floating tensor.
         RuntimeError: inside an autocast.
     """
     if (outer := active_autocast()) is not None and outer.enabled:
@@ -180,7 +180,7 @@ class _Differences:
             self._add_rows(rows[0].double(), rows[1].double(), reference.output)
 
     def _add_rows(self, found: Tensor, expected: Tensor, output: str) -> None:
-        # Masked logits are the lowest numbers of a dtype, which differ by 1e38.
+        # Masked logits differ by 1e38.
         self.logits.add((found - expected)[expected > MASK])
         is_distribution = output == "logits" and expected.shape[-1] > 1  # neither features nor a regression
         if not is_distribution:

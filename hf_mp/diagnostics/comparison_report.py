@@ -39,9 +39,9 @@ class PrecisionComparison:
 
     Attributes:
         model: name of the model's class.
-        batches: number of batches.
-        positions: number of tokens (or samples) with compared logits.
-        errors: the differences, for each precision and its rules.
+        batches: their number.
+        positions: number of compared tokens (or samples).
+        errors: for each precision and its rules.
         notes: further observations.
     """
 

@@ -14,7 +14,7 @@ from hf_mp.diagnostics.batches import call_model
 from hf_mp.diagnostics.step_snapshot import restoring_module_state
 from hf_mp.kernels.nested import named_tensors
 
-# Ops that torch may compute in TF32 or BF16 for FP32 tensors.
+# Ops that may be TF32 or BF16 for FP32 tensors.
 _BACKENDS: Any = torch.backends
 _LOWERED = (
     _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _BACKENDS.mkldnn.matmul,
@@ -50,7 +50,7 @@ def run_in_fp32(model: nn.Module, batch: Any, number: int) -> Reference:
 
 
 def logits_of(outputs: Any) -> tuple[str, Tensor]:
-    """Return name and values, of shape (positions, classes), of ``logits``, else of the first floating output."""
+    """Return name and values, of shape (positions, classes), of ``logits`` or the first floating output."""
     floating = {name: t for name, t in named_tensors(outputs) if t.is_floating_point() and t.dim()}
     if not floating:
         raise ValueError("the model returns no floating tensor except a loss: there is nothing to compare")
@@ -60,7 +60,7 @@ def logits_of(outputs: Any) -> tuple[str, Tensor]:
 
 
 def _compared_positions(model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
-    """Return the attention mask, bool of shape (positions,); all True if the batch has no mask of this size."""
+    """Return the attention mask, bool of shape (positions,), all True without one."""
     # The logits of an encoder-decoder are those of its decoder.
     prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
     mask = batch.get(f"{prefix}attention_mask") if isinstance(batch, Mapping) else None

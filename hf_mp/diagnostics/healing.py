@@ -41,7 +41,7 @@ class Healer(StepController):
     """Adds remedies when a step overflows, and runs the step again; returned by :func:`heal_overflows`.
 
     Attributes:
-        healed: each :class:`Remedy` of this run, oldest first; ``runtime.remedies`` has those of earlier runs too.
+        healed: each :class:`Remedy` of this run, oldest first.
         clip: ``clip(optimizer)`` clips the gradients as the Trainer does; None if unknown.
         replace_logged_loss: ``replace_logged_loss(loss)``, FP32 of shape (), replaces this step's inf or NaN in the
             Trainer's loss sum; returns whether it did. None without a Trainer.
@@ -61,7 +61,7 @@ class Healer(StepController):
         self._ddp = detect_parallelism(self._runtime.model).ddp
 
     def handle_overflow(self, optimizer: Optimizer) -> StepReport | None:
-        """Run a step that overflowed again; return its last report, or None if it did not run again.
+        """Run a step that overflowed again; return its last report, or None if it did not run.
 
         Raises:
             CannotHealError: if no remedy helps.
@@ -71,8 +71,7 @@ class Healer(StepController):
         if model is None or is_sharded(model):
             logger.warning_once(f"{NOT_HEALED}the model is sharded, and one forward needs all processes")
             return None
-        report, state_before = None, runtime.scaler.state
-        first_run = [*self._explainer.backwards]
+        report, state_before, first_run = None, runtime.scaler.state, [*self._explainer.backwards]
         for _ in range(MOST_TRIES):
             if not self._apply_remedies():
                 break
@@ -86,7 +85,7 @@ class Healer(StepController):
         return report
 
     def _apply_remedies(self) -> bool:
-        """Add the rules, or lower the loss scale, that any rank found; return whether to run the step again.
+        """Add the rules, or lower the loss scale, that any rank found; return whether to rerun the step.
 
         A collective call.
         """
@@ -102,26 +101,25 @@ class Healer(StepController):
                 torch.compiler.reset()  # compiled code lacks the hooks of new rules
         if not self._agree_to_rerun(has_rules=bool(rules)):
             return False
-        is_lowered = self._lower_scale(by_rank, has_rules=bool(rules))
-        return is_lowered or bool(rules)
+        return self._lower_scale(by_rank, has_rules=bool(rules)) or bool(rules)
 
     def _lower_scale(self, by_rank: list[OverflowDiagnosis | None], *, has_rules: bool) -> bool:
         """Lower the loss scale to the smallest one found, at most half of the current one; return whether it changed.
 
-        It stays if a rank has no diagnosis, or if rules were added and no rank found a smaller scale.
+        It stays if a rank has no diagnosis, or if rules were added and none found a smaller scale.
         """
         before = self._runtime.scaler.get_scale()
         scale = min([before, *(diagnosis.scale or before for diagnosis in by_rank if diagnosis is not None)])
         # A rank without a diagnosis would overflow again.
         if None in by_rank or (has_rules and scale == before):
             return False
-        # BF16 has 3 mantissa bits less than FP16: if its ranges show no overflow, the scale is halved as a guess.
+        # BF16 has 3 mantissa bits less than FP16: if its ranges show no overflow, the half is a guess.
         return self._runtime.scaler.back_off(min(scale, before / 2.0))
 
     def _agree_to_rerun(self, *, has_rules: bool) -> bool:
         """Return whether all ranks can run this step again. Warns if not and ``has_rules``. A collective call."""
         check = self._runtime.check
-        # None if the loop has changed, for example clipped, the gradients since the backward.
+        # None if the loop has changed (clipped) the gradients.
         measured = check.measurement_if_unchanged(check.gradients(check.parameters()))
         can_repeat_clipping = self.clip is not None or measured is not None
         has_gradients = all(map(_has_known_gradients, self._explainer.backwards))
@@ -163,7 +161,7 @@ class Healer(StepController):
             parameter.grad = None
         runtime.check.reset_step()
         self._explainer.backwards.clear()
-        # DDP's own forward would wait for ranks with fewer micro-batches. Gradients are averaged below.
+        # DDP's own forward would wait for ranks with fewer micro-batches.
         with nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward():
             losses = [loss for number, backward in enumerate(backwards, 1) for loss in _run_again(backward, number)]
         restore_rng_states()  # later batches draw as without a rerun
@@ -175,7 +173,7 @@ class Healer(StepController):
         return losses
 
     def _replace_losses(self, losses: list[_RerunLoss]) -> None:
-        """Overwrite the losses of inf or NaN of the first run, and log both values."""
+        """Overwrite losses of inf or NaN of the first run."""
         lines, parts = [], list[Tensor]()
         for micro_batch, incoming, value in losses:
             first_value = incoming.call.losses[incoming.output]
@@ -183,8 +181,9 @@ class Healer(StepController):
                 # The gradient of a loss is its weight in the sum of the loop.
                 parts.append((value * incoming.gradient).sum())
             if finiteness(first_value):
-                values = f"{value.item():g} for {first_value.item():g}"
-                lines.append(f"  {incoming.output!r} of micro-batch {micro_batch}: {values}")
+                lines.append(
+                    f"  {incoming.output!r} of micro-batch {micro_batch}: {value.item():g} for {first_value.item():g}"
+                )
                 if first_value._version == 0:  # not changed in place by the loop
                     first_value.copy_(value)
         if not lines:
@@ -199,8 +198,10 @@ def _run_again(backward: RecordedBackward, number: int) -> list[_RerunLoss]:
     with torch.enable_grad():
         outputs = backward.run_recorded(lambda call, args, kwargs: call.forward.module()(*args, **kwargs))
     torch.autograd.backward(outputs, [incoming.gradient for incoming in backward.incoming])
-    pairs = zip(backward.incoming, outputs, strict=True)
-    return [_RerunLoss(number, incoming, output.detach()) for incoming, output in pairs]
+    return [
+        _RerunLoss(number, incoming, output.detach())
+        for incoming, output in zip(backward.incoming, outputs, strict=True)
+    ]
 
 
 def _has_known_gradients(backward: RecordedBackward) -> bool:
@@ -230,9 +231,8 @@ def heal_overflows(model: nn.Module | MixedPrecision) -> Healer:
     the loss scale is lowered. Steps without overflow do no extra work, except a scan of the gradients if there is no
     loss scale. The rules are in ``state_dict()``, the stats and the log, and are the same on all ranks.
 
-    A step is still skipped if the scale cannot be lowered enough (a constant scale, ``min_scale``), and if the loop
-    changes gradients before it steps or computes its loss outside the model. To clip, use ``max_grad_norm`` of
-    :func:`prepare`.
+    A step is still skipped if the scale cannot be lowered enough, or if the loop changes gradients before it steps or
+    computes its loss outside the model. To clip, use ``max_grad_norm`` of :func:`prepare`.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.

@@ -36,8 +36,8 @@ class TrainingCheck:
 
     Attributes:
         parameters: one entry for each updated parameter, in the model's order; ``dtype`` is that of the updated value.
-        learning_rate: the largest of the optimizer's groups; None if none is above 0.
-        risks: states that lose bits, each a :class:`Risk` with advice.
+        learning_rate: the largest; None if none is above 0.
+        risks: each :class:`Risk`, with advice.
         keeps_bits: whether the optimizer keeps small updates, by Kahan sums or stochastic rounding.
     """
 
@@ -48,12 +48,12 @@ class TrainingCheck:
 
     @property
     def without_masters(self) -> tuple[str, ...]:
-        """Names of the parameters that are updated in FP16 or BF16."""
+        """Names of the parameters updated in FP16 or BF16."""
         return tuple(one.name for one in self.parameters if one.dtype in LOWER_PRECISION_DTYPES)
 
     @property
     def lost_share(self) -> float | None:
-        """Share of lost updates, from 0 to 1; None if the size of updates is not determined by the learning rate."""
+        """From 0 to 1; None if the learning rate does not determine the size of updates."""
         measured = [(one.elements, one.lost_share) for one in self.parameters if one.lost_share is not None]
         return mean(measured) if measured else None
 
@@ -62,9 +62,11 @@ class TrainingCheck:
         return "\n".join(map(str, self.risks))
 
     def __str__(self) -> str:
-        masters = f"all {len(self.parameters)} trained parameters are FP32 or have FP32 masters"
-        if self.without_masters:
-            masters = f"{len(self.without_masters)} of {len(self.parameters)} trained parameters have no FP32 master"
+        masters = (
+            f"{len(self.without_masters)} of {len(self.parameters)} trained parameters have no FP32 master"
+            if self.without_masters
+            else f"all {len(self.parameters)} trained parameters are FP32 or have FP32 masters"
+        )
         lost = "how many of their updates would be lost is not known"
         if self.lost_share is not None:
             lost = f"{self.lost_share:.1%} of all updates would be lost"
@@ -81,9 +83,9 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
     moments.
 
     The size of an update is assumed to be the learning rate, as of Adam's and Lion's first update; later ones are
-    smaller, so more are lost. The size of SGD's updates is unknown. If an LR scheduler has begun at 0, its
+    smaller, so more are lost. That of SGD's updates is unknown. If an LR scheduler has begun at 0, its
     ``initial_lr`` counts. An optimizer with "kahan" or "stochastic" in the names of its settings or state keeps small
-    updates and is no risk.
+    updates.
 
     Args:
         model: any module, attached or not; under FSDP2, each process reports on its shards.
@@ -93,8 +95,8 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
         A :class:`TrainingCheck`.
 
     Raises:
-        TypeError: for anything but a module and an optimizer.
-        ValueError: if no parameter of the optimizer belongs to the model.
+        TypeError: for other types.
+        ValueError: if the model has no parameter of the optimizer.
     """
     optimizer, trained = _trained_parameters(model, optimizer)
     groups = [group for _, _, group in trained]
@@ -131,8 +133,11 @@ def _trained_parameters(model: Any, optimizer: Any) -> tuple[Optimizer, list[tup
         )
     optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    named = model.named_parameters()
-    trained = [(name, one, groups[id(one)]) for name, one in named if id(one) in groups and one.requires_grad]
+    trained = [
+        (name, one, groups[id(one)])
+        for name, one in model.named_parameters()
+        if id(one) in groups and one.requires_grad
+    ]
     if not trained:
         raise ValueError(
             f"no trainable parameter of this {type(model).__name__} is in the {type(optimizer).__name__}: make the "

@@ -26,11 +26,11 @@ NO_GRADIENTS = "weight gradients: none were left after the backward (an optimize
 
 
 class MagnitudeCollector(ExitStack):
-    """Samples the tensors of a step from its first forward on, and counts them after its update.
+    """Samples the tensors of a step, and counts them after its update.
 
     Activations and their gradients are those of the first output of each module with parameters, in the first
     micro-batch. Weight gradients are sums of all micro-batches before clipping. Weights and updates are those of the
-    FP32 masters. The step is the same bit for bit.
+    FP32 masters.
     """
 
     def __init__(self, runtime: MixedPrecision, model: nn.Module, entry: nn.Module) -> None:
@@ -41,7 +41,7 @@ class MagnitudeCollector(ExitStack):
         self._notes = [note for note, is_needed in ((SHARDED, sharded), (COMPILED, compiled)) if is_needed]
         trained = {} if sharded else {path: one for path, one in model.named_parameters() if one.requires_grad}
         self._weights = {path.rpartition(".")[::2]: one for path, one in trained.items()}  # by layer and name
-        # Stride and values, by kind, layer and name. An optimizer step in backward updates weights before its end.
+        # Stride and values. An optimizer step in backward updates weights before its end.
         self._samples = {(Kind.WEIGHTS, *key): _master_sample(one) for key, one in self._weights.items()}
         if not compiled:
             # Scripted modules support no hooks. The gradient of the output of `entry` is not scaled.
@@ -93,8 +93,8 @@ class MagnitudeCollector(ExitStack):
         missing = [] if has_gradients or not self._weights else [NO_GRADIENTS]
         tensors = [TensorMagnitudes(*key, stride, histogram(values)) for key, (stride, values) in self._samples.items()]
         tensors += self._updates()
-        layers = [name for name, _ in self._model.named_modules()]
-        order = {key: place for place, key in enumerate((layer, kind) for layer in layers for kind in Kind)}
+        keys = ((layer, kind) for layer, _ in self._model.named_modules() for kind in Kind)
+        order = {key: place for place, key in enumerate(keys)}
         return StepMagnitudes(
             step=self._runtime.stats.steps + 1,
             loss_scale=self._runtime.scaler.get_scale(),
@@ -106,8 +106,13 @@ class MagnitudeCollector(ExitStack):
         for key, parameter in self._weights.items():
             (stride, before), (_, after) = self._samples[Kind.WEIGHTS, *key], _master_sample(parameter)
             update = after - before
-            lost = count_lost_updates(before, update, torch.bfloat16)
-            yield TensorMagnitudes(Kind.UPDATES, *key, stride, histogram(update), lost)
+            yield TensorMagnitudes(
+                Kind.UPDATES,
+                *key,
+                stride,
+                histogram(update),
+                lost_updates=count_lost_updates(before, update, torch.bfloat16),
+            )
 
 
 def _master_sample(parameter: nn.Parameter) -> tuple[int, Tensor]:

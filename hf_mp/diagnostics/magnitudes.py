@@ -46,8 +46,8 @@ class Histogram:
         return {place - _BIAS: count for place, count in enumerate(self.counts[:-1]) if place and count}
 
     def share_underflowed(self, log2_scale: int = 0) -> float:
-        """Return the share of finite nonzero values that FP16 rounds to zero, once multiplied by 2**log2_scale."""
-        # Without 2**-25 itself, the only value of its octave that is rounded to zero.
+        """Return the share of finite nonzero values that FP16 rounds to zero at the scale 2**log2_scale."""
+        # Without 2**-25 itself, which is rounded to zero.
         first_kept = FP16_SMALLEST_KEPT - log2_scale + _BIAS
         return sum(self.counts[1 : max(first_kept, 1)][: BINS - 2]) / max(self.finite_nonzero, 1)
 

@@ -65,7 +65,9 @@ def run_again(
     mode = autocast(dtype, tables=runtime.autocast.tables, rules=all_rules, model=model)
 
     def make(call: RecordedCall, args: Any, kwargs: Any) -> Any:
-        args, kwargs = apply_to_tensors(_rerun_input, (args, kwargs))
+        args, kwargs = apply_to_tensors(
+            lambda one: one.detach().requires_grad_() if one.requires_grad else one, (args, kwargs)
+        )
         # Attached forwards inside the model run as parts of this one.
         with ForwardContext(runtime, None), mode:
             return mode.with_module_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
@@ -81,9 +83,8 @@ def run_again(
                 for entry, output in zip(backward.incoming, outputs, strict=True)
             ]
             weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-            gradients = _differentiate(outputs, output_gradients, [*weights.values()])
-            by_name = zip(weights, gradients, strict=True)
-            return Rerun(outputs, {name: gradient for name, gradient in by_name if gradient is not None})
+            gradients = dict(zip(weights, _differentiate(outputs, output_gradients, [*weights.values()]), strict=True))
+            return Rerun(outputs, {name: gradient for name, gradient in gradients.items() if gradient is not None})
 
     with restoring_module_state(model), torch.set_grad_enabled(with_gradients), compile_disabled():
         return run_with_masters(model, dtype, run)
@@ -106,10 +107,6 @@ def measure_ranges(
     recorder = RangeRecorder(backward=with_gradients)
     rerun = run_again(runtime, backward, recorder.recording, dtype=dtype, rules=rules, with_gradients=with_gradients)
     return rerun._replace(ranges=recorder.ranges())
-
-
-def _rerun_input(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def _differentiate(

@@ -1,7 +1,7 @@
 """Traces each inf and NaN of a forward and its backward to the op that computed it from finite values.
 
-Every intercepted call and every autograd node is examined. A non-finite result has the origin of its non-finite input,
-or its origin there if all inputs are finite. An inf that an op drops, as ``torch.where`` may, has no effect.
+A non-finite result has the origin of its non-finite input, or its origin there if all inputs are finite. An inf that
+an op drops, as ``torch.where`` may, has no effect.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of
 from hf_mp.kernels.nested import named_tensors, tensors_in
 
-# Ops that write -inf on purpose, to mask positions in a softmax. So do calls without a tensor argument.
+# Ops that write -inf on purpose, to mask a softmax. So do calls without a tensor argument.
 _MASKING = frozenset({"full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "setitem"})
 # Ops that write their first argument without reading it.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
-# Keys in the metadata of an autograd node. The site is a pair: name of the innermost module, name of the torch
-# function ("" if no call was intercepted).
+# Keys in the metadata of an autograd node. A site is the innermost module and the torch function, or "".
 _SITE, _ORIGIN = "hf_mp's call site", "hf_mp's origin"
 
 
@@ -46,12 +45,12 @@ class NonfiniteOrigin:
     is_mask: bool = False  # only -inf, written on purpose
 
 
-# Origins that are never reported: of tensors made before, and of memory that was not written yet.
+# Never reported: of tensors made before, and of memory that was not written yet.
 _UNKNOWN, _UNWRITTEN = NonfiniteOrigin("not found", 0, is_mask=True), NonfiniteOrigin("not found", 0, is_mask=True)
 
 
 class _Inputs(NamedTuple):
-    """The tensor arguments of a call, examined before it."""
+    """Tensor arguments of a call, examined before it."""
 
     named: list[tuple[str, Tensor]]
     states: dict[int, Finiteness | None]  # by storage, without an overwritten output; None for unwritten memory
@@ -59,14 +58,14 @@ class _Inputs(NamedTuple):
 
 
 class NonfiniteTracker:
-    """Tracks the origin of non-finite values, in the forward by storage. Slow, because it reads all values.
+    """Tracks the origin of non-finite values by storage. Slow: it reads all values.
 
     Args:
-        entry: the module that is called; default: the model.
+        entry: the called module; default: the model.
         inputs: its input tensors by name.
 
     Attributes:
-        of_gradients: for each trained parameter, after the backward, the origin of a non-finite gradient, or None.
+        of_gradients: for each trained parameter, the origin of a non-finite gradient, or None.
     """
 
     def __init__(self, entry: nn.Module | None = None, inputs: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -78,16 +77,16 @@ class NonfiniteTracker:
     @contextmanager
     def tracking(self, mode: autocast, model: nn.Module) -> Iterator[None]:
         """Track a forward of ``model``, and its backward."""
-        # Not earlier: a rerun replaces split parameters by their masters.
+        # A rerun has replaced split parameters by masters.
         parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
         self._record_initial_nonfinite(model)
-        # By storage and shape: a forward uses aliases of parameters, and flat parameters share one storage.
+        # A forward uses aliases of parameters. Flat parameters share a storage.
         self._parameters = {(_storage_key(one), one.shape): name for name, one in parameters.items()}
         self._running = [name for name, module in modules.items() if module is self._entry] or [""]  # innermost last
         leaves: list[Any] = [get_gradient_edge(one).node for one in parameters.values() if one.requires_grad]
         with observe_calls(modules, mode, self._called, entered=self._entered, left=self._left):
             yield
-        # Nodes of leaves outlive this graph.
+        # Nodes of leaves outlive the graph.
         self.of_gradients = [leaf.metadata.pop(_ORIGIN, None) for leaf in leaves]
 
     def get(self, tensor: Tensor) -> NonfiniteOrigin | None:
@@ -122,8 +121,7 @@ class NonfiniteTracker:
             nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(value)]
         while nodes:
             node = nodes.pop()
-            is_leaf = node is None or not node.next_functions
-            if not is_leaf and _SITE not in node.metadata:
+            if node is not None and node.next_functions and _SITE not in node.metadata:
                 node.metadata[_SITE] = self._running[-1], op
                 node.register_hook(self._check_node_gradients)
                 nodes += [before for before, _ in node.next_functions]
@@ -163,7 +161,7 @@ class NonfiniteTracker:
         return min(nonfinite, key=lambda pair: (pair[0].is_mask, -pair[1], pair[0].order), default=(None,))[0]
 
     def _record_origins(self, op: str, inputs: _Inputs, outputs: list[Tensor]) -> None:
-        """Record the origin of each output that is less finite than its storage was before the call."""
+        """Record the origins of outputs that are less finite than their storage was before."""
         origin = self._origin_of_inputs(inputs.states)
         is_known = origin is not None and not origin.is_mask
         for output in outputs:
@@ -202,7 +200,7 @@ class NonfiniteTracker:
         self, input_gradients: tuple[Tensor | None, ...], output_gradients: tuple[Tensor | None, ...]
     ) -> None:
         """Hook of a node: record the origin of non-finite ``input_gradients``."""
-        # Private API, because a hook that references its node is never freed.
+        # Private API: a hook that references its node is never freed.
         node: Any = torch._C._current_autograd_node()
         with torch._C.DisableTorchFunction():
             pairs: list[Any] = list(zip(node.next_functions, input_gradients, strict=True))

@@ -31,11 +31,11 @@ KEPT_ELEMENTS = 2**16  # in a stored gradient of an output: 256 KiB in FP32
 
 
 class OverflowExplainer(StepObserver):
-    """Replays a skipped step and reports the origin of the first inf or NaN; returned by :func:`explain_overflows`.
+    """Replays skipped steps; returned by :func:`explain_overflows`.
 
     Attributes:
-        reports: one :class:`OverflowReport` for each explained step, oldest first.
-        backwards: the micro-batches since the last step; with several optimizers, those that their steps have used.
+        reports: an :class:`OverflowReport` for each explained step, oldest first.
+        backwards: the micro-batches since the last step; with several optimizers, also those used.
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
@@ -44,7 +44,7 @@ class OverflowExplainer(StepObserver):
         self._clean_scale: float | None = None  # largest loss scale of an applied step
         self._unclean_steps = 0  # consecutive skips, without those of the search for the scale
         self._unclean_before = 0  # the same before the current step, which several optimizers may share
-        self._has_stepped = False  # whether an optimizer has used `backwards`
+        self._has_stepped = False
         self._keeps_all = False  # whether gradients of any size are stored
         self._at_first: list[Tensor] | None = None  # largest magnitude of each matrix at the first forward
         self.reports: list[OverflowReport] = []
@@ -68,8 +68,8 @@ class OverflowExplainer(StepObserver):
             output.register_hook(functools.partial(self._record_output_gradient, call, name, is_kept))
 
     def _record_output_gradient(self, call: RecordedCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
-        """Record the gradient of an output in its backward, with its values if ``is_kept``."""
-        # check_gradients removes the observers. DDP passes None for an output without a gradient.
+        """Record the gradient of an output, with its values if ``is_kept``."""
+        # check_gradients removes observers. DDP passes None for outputs without a gradient.
         if gradient is None or self not in self._runtime.observers:
             return
         self._drop_used()
@@ -119,14 +119,14 @@ class OverflowExplainer(StepObserver):
         self.backwards.clear()
 
     def overflow_advice(self) -> str:
-        """Return the advice and findings of the last report; ``""`` after a clean step or without a report."""
+        """Return advice and findings of the last report; ``""`` after a clean step."""
         if not self.reports or not self._unclean_steps:
             return ""
         last = self.reports[-1]
         return f"{last.advice or DEFAULT_ADVICE}\nThe last one that was replayed:\n{last.findings}"
 
     def _explain(self, failed: list[RecordedBackward], backwards: list[RecordedBackward]) -> OverflowReport:
-        """Replay ``failed`` micro-batches until an origin is found; return the last report."""
+        """Replay micro-batches until an origin is found; return the last report."""
         scaler, growth = self._runtime.scaler, self._weight_growth()
         for backward in failed:
             report = OverflowReport(
@@ -141,7 +141,7 @@ class OverflowExplainer(StepObserver):
             )
             try:
                 report = replay(self._runtime, backward, report)
-                # A gradient that was not stored may be the reason.
+                # A missing gradient may be the reason.
                 self._keeps_all = self._keeps_all or report.phase == "not found"
             except Exception as error:  # a replay must not end the training
                 report = replace(report, notes=(f"the replay failed: {type(error).__name__}: {error}",))
@@ -181,9 +181,8 @@ def _matrix_magnitudes(model: nn.Module) -> list[Tensor]:
 def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:
     """Explain every skipped step, except those of the loss scaler's search for its scale.
 
-    A step stores references to its inputs and copies of the RNG states. If it is skipped, its micro-batch is replayed
-    without side effects, and each new origin is logged as a warning. Of consecutive skipped steps the 1st, 2nd, 4th,
-    8th, ... are replayed.
+    A step stores references to its inputs and copies of the RNG states. If it is skipped, its micro-batch is replayed,
+    and each new origin is logged as a warning. Of consecutive skipped steps the 1st, 2nd, 4th, 8th, ... are replayed.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.

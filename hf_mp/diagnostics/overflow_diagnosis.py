@@ -23,12 +23,12 @@ class OverflowDiagnosis:
     """Result of :func:`diagnose_overflow` for one micro-batch.
 
     Attributes:
-        finite_in_fp32, finite_in_bf16: whether the forward, and the backward if it ran, is finite in that dtype.
+        finite_in_fp32, finite_in_bf16: whether forward and, if it ran, backward are finite there.
         remedies: they keep the forward in FP16's range.
         scale: loss scale to use next; None if unknown.
-        fits: largest loss scale at which all gradients are in FP16's range; None if they were not measured.
-        reason: why no rule and no scale helps; "" if one does.
-        error: message of a :class:`CannotHealError` if later steps would fail too; else "".
+        fits: largest loss scale with all gradients in FP16's range; None if not measured.
+        reason: why no rule and no scale helps, or "".
+        error: message of a :class:`CannotHealError`, or "".
     """
 
     finite_in_fp32: bool
@@ -42,13 +42,12 @@ class OverflowDiagnosis:
 
 def diagnose_overflow(runtime: MixedPrecision, backward: RecordedBackward) -> OverflowDiagnosis:
     """Find, by trial, the rules or the loss scale that keep a micro-batch in FP16's range."""
-    # A loss outside the model may have a non-finite gradient because of the overflow itself.
+    # A loss outside the model may have such a gradient because of the overflow.
     with_gradients = backward.has_all_gradients() and not backward.has_nonfinite_gradient()
     in_bf16 = measure_ranges(runtime, backward, with_gradients=with_gradients)
     finite_in_fp32 = in_bf16.is_finite
     if not finite_in_fp32:
-        in_fp32 = measure_ranges(runtime, backward, dtype=torch.float32, with_gradients=with_gradients)
-        finite_in_fp32 = in_fp32.is_finite
+        finite_in_fp32 = measure_ranges(runtime, backward, dtype=torch.float32, with_gradients=with_gradients).is_finite
     diagnosis = OverflowDiagnosis(finite_in_fp32, in_bf16.is_finite)
     if not finite_in_fp32:
         return replace(diagnosis, reason="it is inf or NaN in FP32, too: the cause is the model or its data")
@@ -95,8 +94,8 @@ def find_rules(
         CannotHealError: if no rules help.
     """
     remedies: list[Remedy] = []
-    rules: dict[str, str] = {}  # of all remedies; a larger remedy replaces the rules of one that did not help
-    # A remedy may bring later ops into range too, so they are measured again.
+    rules: dict[str, str] = {}  # a larger remedy replaces those of one that did not help
+    # A remedy may bring later ops into range too.
     for _ in range(MAX_RANGE_RUNS):
         added = [next_remedy(found, {**runtime.remedies, **rules}) for found in first_out_of_range(ops)]
         if not added:

@@ -23,19 +23,19 @@ class OverflowReport:
     Fields about FP32, BF16, rules and smaller scales are None if that was not tried.
 
     Attributes:
-        step: number of the optimizer step, from 1.
-        micro_batch: number of the backward within the step, from 1.
+        step: from 1.
+        micro_batch: number of the backward in the step, from 1.
         micro_batches: backwards in the step.
-        rank: the rank in distributed training; else 0.
+        rank: in distributed training; else 0.
         phase: kind of origin. ``"input"``: the batch. ``"weight"``: a parameter or buffer, or its FP16 rounding.
             ``"forward"``, ``"backward"``: an op with finite inputs. ``"loss outside of the model"``: the gradient of a
             model output. ``"not found"``: see ``notes``.
-        module: name of the module in the attached model; ``""`` is the model itself.
-        op: torch's name of the function that the module called, also in a backward.
+        module: its name in the attached model; ``""`` is the model itself.
+        op: torch's name of the called function, also in a backward.
         tensor: name of the input, weight or output; ``""`` for an op.
-        inputs, outputs: ranges of the input and output tensors of the op.
-        nonfinite_gradients: names of the parameters with a gradient of inf, NaN or 2**64 in this micro-batch.
-        loss_scale: loss scale of the step.
+        inputs, outputs: ranges of the op's tensors.
+        nonfinite_gradients: parameters with a gradient of inf, NaN or 2**64.
+        loss_scale: of the step.
         smaller_scale_helps: whether the backward is finite at a smaller loss scale.
         largest_finite_scale: largest power of two at which it is finite; None also if there is none.
         smallest_scale: lower bound of the loss scale.
@@ -146,8 +146,7 @@ class OverflowReport:
             f"Step {self.step} (micro-batch {self.micro_batch} of {self.micro_batches}{rank}) was skipped at loss "
             f"scale {scale_text(self.loss_scale)}. {self.headline}."
         ]
-        lines += [f"  in:  {found}" for found in self.inputs]
-        lines += [f"  out: {found}" for found in self.outputs]
+        lines += [*(f"  in:  {found}" for found in self.inputs), *(f"  out: {found}" for found in self.outputs)]
         if self.nonfinite_gradients:
             names, more = self.nonfinite_gradients[:5], len(self.nonfinite_gradients) - 5
             lines.append(f"  spoiled gradients: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")

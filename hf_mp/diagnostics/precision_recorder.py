@@ -168,7 +168,7 @@ def record_precision(
     layer. ``recorder.write_report()`` and ``hf-mp report RUN_DIR`` write a page from the log.
 
     With several optimizers, the first one to step counts. With several processes, call this in one of them. The log
-    names the tensors that cannot be recorded (modules in a compiled model, parameters under FSDP).
+    names the tensors that cannot be recorded (of compiled models, under FSDP).
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
@@ -181,7 +181,7 @@ def record_precision(
 
     Raises:
         TypeError: if ``model`` is neither, or for settings that are not JSON.
-        ValueError: for a model that is not attached, an invalid ``histogram_steps``, or other settings than before.
+        ValueError: for a model that is not attached, or invalid or other settings than before.
     """
     runtime = runtime_of(model)
     if not runtime.policy.is_mixed:

@@ -1,6 +1,6 @@
 """Measures the magnitudes of a forward and backward, op by op.
 
-The forward runs in BF16 instead of FP16, so nothing overflows, and values beyond FP16's range are measured to 8 bits.
+The forward runs in BF16: nothing overflows, and values beyond FP16's range are measured to 8 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_mp.kernels.nested import tensors_in
 from hf_mp.scaling.rules import FP16_MAX
 
 RANGE_DTYPE = torch.bfloat16  # replaces FP16
-# Ops with a weight: those of "scaled" rules, and that of stacked experts.
+# Ops with a weight.
 _WEIGHTED = {**WITH_WEIGHTS, "_grouped_mm": ScalableOp((0, "input"))}
 MASK = -1e37  # smaller values are masks, for example finfo(dtype).min
 
@@ -36,11 +36,11 @@ class OpRange:
     Attributes:
         module: name of the module; ``""`` is the model itself.
         op: torch's name of the op.
-        largest: largest magnitude of the results and, for a lower-precision op, of the operands; NaN for inf or NaN.
-        is_fp16: whether these values are FP16 in training.
-        least: minimum over the calls of the largest magnitude of the results; 0 for FP32 results.
-        is_origin: whether ``largest`` is beyond the limit in a call with 16-bit inputs within it.
-        fp16_gradient: largest magnitude of the unscaled gradients of FP16 results and operands, or None.
+        largest: of the results and, for a lower-precision op, the operands; NaN for inf or NaN.
+        is_fp16: whether these are FP16 in training.
+        least: minimum over the calls of the largest result; 0 for FP32 results.
+        is_origin: whether a call exceeds the limit with 16-bit inputs within it.
+        fp16_gradient: largest unscaled gradient of FP16 results and operands, or None.
     """
 
     module: str
@@ -53,7 +53,7 @@ class OpRange:
 
     @property
     def headroom(self) -> float:
-        """Doublings of ``largest`` until 65504, FP16's largest number: negative beyond it, inf for zeros."""
+        """Doublings of ``largest`` until 65504: negative beyond it, inf for zeros."""
         return math.log2(FP16_MAX / self.largest) if self.largest else math.inf
 
     @property
@@ -66,7 +66,7 @@ class OpRange:
 
     def with_call(self, call: OpRange) -> OpRange:
         """Return the range of these calls and ``call``, which has no gradient yet."""
-        # FP32 values count only if no call has FP16 values.
+        # FP32 values count only without FP16 values.
         held = [one for one in (self, call) if one.is_fp16] or [self, call]
         return replace(
             self,
@@ -78,7 +78,7 @@ class OpRange:
 
 
 class _Before(NamedTuple):
-    """Magnitudes before a call, which may write to its inputs."""
+    """Magnitudes before a call, which may overwrite its inputs."""
 
     operands: list[Tensor]  # of a lower-precision op; else empty
     largest: float  # of the operands
@@ -115,15 +115,18 @@ class RangeRecorder:
         # The measurement must not be cast or recorded.
         with torch._C.DisableTorchFunction(), torch.no_grad():
             operands = _floating(given) if is_lowered else []
-            read = _largest_read(name, given) if is_in_place(name) else None
-            before = _Before(operands, _largest(operands), read)
+            before = _Before(
+                operands,
+                largest=_largest(operands),
+                largest_read=_largest_read(name, given) if is_in_place(name) else None,
+            )
         result = call.make()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self._add_call((call.module, name), given, before, _new_results(name, result, given))
         return result
 
     def _add_call(self, key: tuple[str, str], given: Any, before: _Before, outputs: list[Tensor]) -> None:
-        """Add a call with the arguments ``given`` to the range of ``key``, the names of module and op."""
+        """Add a call to the range of ``key``, the names of module and op."""
         if not (outputs or before.operands):
             return
         results = [output for output in outputs if output.dtype is RANGE_DTYPE]
@@ -150,8 +153,8 @@ class RangeRecorder:
         if gradient is not None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 largest = _largest([gradient])
-            before = self._found[key].fp16_gradient or 0.0
-            self._found[key] = replace(self._found[key], fp16_gradient=max_of([before, largest]))
+            found = self._found[key]
+            self._found[key] = replace(found, fp16_gradient=max_of([found.fp16_gradient or 0.0, largest]))
 
 
 def _largest_read(op: str, given: tuple[Any, Any]) -> float:
@@ -182,7 +185,7 @@ def _new_results(op: str, result: Any, given: Any) -> list[Tensor]:
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """Return the largest magnitude without -inf and masks; NaN for inf or NaN, 0 for no values."""
+    """Return the largest magnitude without masks; NaN for inf or NaN, 0 for none."""
     values = [real_values(tensor.detach()) for tensor in tensors if tensor.is_floating_point()]
     found = largest_magnitude(values).item()
     if not found < -MASK:

@@ -31,7 +31,7 @@ _TOO_LARGE = (
 
 
 def replay(runtime: MixedPrecision, backward: RecordedBackward, report: OverflowReport) -> OverflowReport:
-    """Run a micro-batch again without side effects, and return ``report`` with its origin and notes.
+    """Run a micro-batch again, and return ``report`` with its origin and notes.
 
     Raises:
         RuntimeError: if that needs other ranks.
@@ -44,8 +44,7 @@ def replay(runtime: MixedPrecision, backward: RecordedBackward, report: Overflow
     rerun = run_again(runtime, backward, tracker.tracking, dtype=dtype, scale=scale, with_gradients=has_all_gradients)
     if difference := _describe_difference(backward, rerun.outputs):
         return replace(report, notes=(difference,))
-    limit = OVERFLOW_LIMIT * scale
-    too_large = [name for name, gradient in rerun.gradients.items() if finiteness(gradient, limit)]
+    too_large = [name for name, gradient in rerun.gradients.items() if finiteness(gradient, OVERFLOW_LIMIT * scale)]
     report = replace(report, nonfinite_gradients=tuple(too_large))
     # In the order of a step: an earlier non-finite value is the origin of later ones.
     origin = (
@@ -89,7 +88,7 @@ def _with_origin(
 
 
 def _describe_difference(backward: RecordedBackward, outputs: list[Tensor]) -> str:
-    """Return a note if a loss is finite in only one of forward and replay, else ``""``."""
+    """Return a note if a loss is finite in only one of both runs, else ``""``."""
     for incoming, output in zip(backward.incoming, outputs, strict=True):
         loss = incoming.call.losses.get(incoming.output)
         if loss is not None and bool(finiteness(loss)) != bool(finiteness(output)):

@@ -10,7 +10,7 @@ from typing import Any
 from hf_mp.diagnostics.magnitudes import FP16_OVERFLOW, FP16_SMALLEST, FP16_SMALLEST_NORMAL, Histogram
 from hf_mp.diagnostics.run_log import StepRecord
 
-# An axis of log2 |value|. Octaves beyond its ends are drawn in the last ones.
+# An axis of log2 |value|. Octaves beyond are drawn at its ends.
 LOWEST, HIGHEST = -48, 20
 OCTAVE_WIDTH, HEIGHT = 10, 100
 WIDTH = OCTAVE_WIDTH * (HIGHEST - LOWEST)
@@ -56,7 +56,7 @@ Chart = dict[str, Any]  # argument of the macro `frame` of the template
 
 def scale_charts(steps: Mapping[int, StepRecord]) -> tuple[Chart | None, Chart | None]:
     """Return the charts of loss scale and headroom; None for less than two points."""
-    # A horizontal line for each step: slopes would show scales that were not used.
+    # Horizontal lines: slopes would show scales that were not used.
     scales = [(x, math.log2(step.loss_scale)) for number, step in steps.items() for x in (number, number + 1)]
     headroom = [(number, step.headroom) for number, step in steps.items() if step.headroom is not None]
     return _chart("scale", scales, steps, "2^{}"), _chart("headroom", headroom, steps, "{}")
@@ -90,7 +90,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def percent(share: float) -> str:
-    """Return a share as text: ``<0.01%``, ``3.1%``; ``0%`` and ``100%`` only for exactly 0 and 1."""
+    """Return a share as ``<0.01%``, ``3.1%``; ``0%`` and ``100%`` only for exactly 0 and 1."""
     if 0.0 < share < 1e-4:
         return "<0.01%"
     return ">99.9%" if 0.9995 <= share < 1.0 else f"{100 * share:.3g}%"

@@ -39,7 +39,7 @@ class RunLog:
         """Append a record of JSON values."""
         if self._has_failed:
             return
-        # Raise for NaN, which JSON lacks, now: a page may be written long after the run.
+        # Raise for NaN now: a page may be written long after the run.
         line = json.dumps({"record": record, **values}, allow_nan=False, separators=(",", ":"))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def read_run(directory: Path) -> RunRecords:
         ValueError: if there is no log, or if it is a link to a file outside the directory.
     """
     path = directory / LOG_NAME
-    # The directory may come from another user: a page must not show other files.
+    # The directory may be another user's: a page must not show other files.
     if not path.is_file() or not path.resolve().is_relative_to(directory.resolve()):
         raise ValueError(
             f"{directory} holds no run: it has no file {LOG_NAME}. precision_report=True of "
@@ -108,7 +108,7 @@ def read_run(directory: Path) -> RunRecords:
 
 
 def _read_lines(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[int]]:
-    """Set the start, contract and end of ``run``; return the records of steps, and the numbers of damaged lines."""
+    """Set the other records of ``run``; return those of steps, and the numbers of damaged lines."""
     events, damaged = list[Any](), []
     is_first_of_start = False  # whether the next event is
     for number, line in enumerate(lines, 1):
@@ -124,7 +124,7 @@ def _read_lines(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[in
                     run.has_ended = True
                 case kind:
                     event = _EVENTS[kind](record)
-                    # A resumed run repeats the steps after its checkpoint: the later records count.
+                    # A resumed run repeats steps: the later records count.
                     if is_first_of_start:
                         events, is_first_of_start = [one for one in events if one.step < event.step], False
                     events.append(event)
@@ -134,7 +134,7 @@ def _read_lines(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[in
 
 
 _EVENTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    # Raise for other types than numbers, which the page needs.
+    # Raise for other types than numbers.
     "step": lambda record: StepRecord(
         int(record["step"]), float(record["loss_scale"]), record["headroom"], record["skipped"], record["cause"]
     ),

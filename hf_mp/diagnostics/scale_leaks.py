@@ -21,15 +21,14 @@ from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.split_parameter import gradient_and_factor
 
-# A gradient that was not unscaled is a + b * S, one that was not scaled a + b / S. FP16 rounding does not depend on S,
-# and underflow only reduces a.
+# Without unscaling, a gradient is a + b * S; without scaling, a + b / S. FP16 underflow only reduces a.
 HEADROOM = 6.0  # doublings from the larger scale to an overflow
-SCALE_RATIO = 2.0**4  # of the larger to the smaller scale, which is far from underflow; shows b * S
+SCALE_RATIO = 2.0**4
 TINY_SCALES = (2.0**-8, 2.0**-9)  # show b / S; two, because underflowed gradients differ in direction
 LEAST_SHARE = 0.05  # of b in a gradient
 _ROUNDING = 2.0**-8  # error of sums of FP16 values, relative to the largest gradient
 _SAMPLED = 4096  # elements of each gradient
-_TRIES = 3  # at scales 2**8 apart, if the current one overflows
+_TRIES = 3
 
 
 class ScaleLeakError(RuntimeError):
@@ -39,7 +38,7 @@ class ScaleLeakError(RuntimeError):
 def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
     """Check that the gradients of one batch are equal at several loss scales.
 
-    Forward and backward run five times or a few more. The model, gradients, RNG states and the loss scale are restored.
+    Forward and backward run five to eight times. The model, gradients, RNG states and the loss scale are restored.
     Up to 4,096 elements of each gradient are compared. Without a loss scale nothing runs.
 
     Args:
@@ -49,8 +48,8 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
 
     Raises:
         TypeError: if ``model`` is neither.
-        ValueError: if the model is not attached, or returns no loss and ``loss`` is not given.
-        ScaleLeakError: if gradients differ; names the parameters by cause.
+        ValueError: for a model that is not attached, or without a loss.
+        ScaleLeakError: if gradients differ.
     """
     runtime = runtime_of(model)
     attached = runtime.model
@@ -72,7 +71,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
 
 
 def raise_on_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
-    """Run ``backward`` at several scales, and raise a :class:`ScaleLeakError` if the gradients differ.
+    """Run ``backward`` at several scales; raise a :class:`ScaleLeakError` if the gradients differ.
 
     Buffers, RNG states and the scale are restored; gradients are None afterwards.
     """
@@ -96,7 +95,7 @@ def raise_on_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> Non
         )
 
 
-# By what the loss scale S does to a gradient: the cause, and the way out.
+# By the factor of a gradient: cause and way out.
 _CAUSES = {
     "1/S": "The loss is computed from a tensor that forward() does not return (a hook, an attribute): return it",
     "S": (
@@ -116,7 +115,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _leaks(samples: list[dict[str, Tensor]]) -> dict[str, list[str]]:
-    """Return names of parameters with gradients that depend on S, and their sizes, by key of ``_CAUSES``."""
+    """Return parameters with gradients that depend on S, and sizes of these, by key of ``_CAUSES``."""
     typical = max(_size(sample) for sample in samples[0].values())
     found: dict[str, list[str]] = {}
     for name in samples[0]:
@@ -129,18 +128,15 @@ def _leaks(samples: list[dict[str, Tensor]]) -> dict[str, list[str]]:
 
 
 def _cause(typical: float, larger: Tensor, smaller: Tensor, tiny: Tensor, tinier: Tensor) -> str | None:
-    """Return the key of ``_CAUSES`` for a gradient at four scales; None if it does not depend on S."""
+    """Return the key of ``_CAUSES`` for a gradient at four scales, or None."""
     if _contains_inverse_scale(larger, tiny, tinier):
-        # At half the scale, 1/S doubles. A clamp acts only at the larger scales.
+        # 1/S doubles at half the scale; a clamp acts only at larger ones.
         return "1/S" if _size(tinier) > 1.5 * _size(tiny) else "not linear"
     if _contains_scale(larger, smaller, typical):
-        return "S" if _is_proportional(larger - tiny, smaller - tiny) else "not linear"
+        in_larger, in_smaller = larger - tiny, smaller - tiny  # without the part that does not depend on S
+        is_proportional = (in_larger - SCALE_RATIO * in_smaller).norm() < 0.25 * in_larger.norm()
+        return "S" if is_proportional else "not linear"
     return None
-
-
-def _is_proportional(larger: Tensor, smaller: Tensor) -> bool:
-    """Whether two parts of a gradient differ by the ratio of the scales."""
-    return bool((larger - SCALE_RATIO * smaller).norm() < 0.25 * larger.norm())
 
 
 def _size(sample: Tensor) -> float:
@@ -150,7 +146,7 @@ def _size(sample: Tensor) -> float:
 def _contains_scale(larger: Tensor, smaller: Tensor, typical: float) -> bool:
     if (larger - smaller).norm() <= LEAST_SHARE * larger.norm():
         return False
-    # A gradient that cancels out (a bias in front of a batch norm) has only rounding errors, which may underflow.
+    # A gradient that cancels out (a bias before a batch norm) has only rounding errors.
     ratio = _size(larger) / (_size(smaller) or math.inf)
     return _size(larger) > _ROUNDING * typical or 0.9 * SCALE_RATIO < ratio < 1.1 * SCALE_RATIO
 
@@ -158,13 +154,13 @@ def _contains_scale(larger: Tensor, smaller: Tensor, typical: float) -> bool:
 def _contains_inverse_scale(larger: Tensor, tiny: Tensor, tinier: Tensor) -> bool:
     if (tiny - larger).norm() <= (1.0 + LEAST_SHARE / TINY_SCALES[0]) * larger.norm():
         return False
-    # The rounding errors of a gradient that cancels out (a bias of attention keys) differ at both scales.
+    # Rounding errors of a gradient that cancels out (a bias of keys) differ at both scales.
     return bool(torch.cosine_similarity(tiny, tinier, dim=0) > 0.9)
 
 
 @contextmanager
 def _without_observers(runtime: MixedPrecision) -> Iterator[None]:
-    """Remove the observers, which would record the backwards; restore them and the scale on exit."""
+    """Remove the observers; restore them and the scale on exit."""
     state, observers, runtime.observers = runtime.scaler.state, runtime.observers, []
     try:
         yield

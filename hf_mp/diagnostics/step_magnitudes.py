@@ -52,7 +52,7 @@ class StepMagnitudes:
         return Histogram(tuple(sum(counts, start=np.zeros(BINS, np.int64)).tolist()))
 
     def lost_updates(self, layer: str | None = None) -> LostUpdateCount:
-        """Return the updates (in one layer) that BF16 weights would lose, weighted by the strides."""
+        """Return the updates (in one layer) that BF16 weights would lose, weighted likewise."""
         counts = (t.stride * np.array(t.lost_updates) for t in self.tensors if layer in (None, t.layer))
         return LostUpdateCount(*sum(counts, start=np.zeros(2, np.int64)).tolist())
 
@@ -61,7 +61,7 @@ class StepMagnitudes:
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
 
     def log_entries(self) -> dict[str, float]:
-        """Return the shares, 0 to 1, that 16 bits lose, for a training log; without those of no values.
+        """Return the shares, 0 to 1, that 16 bits lose; without those of no values.
 
         ``underflowed_share`` is that of weight gradients in FP16 at the loss scale, ``swamped_share`` that of updates
         in BF16.
@@ -91,5 +91,5 @@ def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
         TensorMagnitudes(Kind(kind), layer, tensor, stride, Histogram(tuple(found.tolist())), LostUpdateCount(*lost))
         for (kind, layer, tensor, stride, *lost), found in zip(record["tensors"], counts.reshape(-1, BINS), strict=True)
     ]
-    # The numbers of a damaged record must raise here, not on the page.
+    # Damaged numbers must raise here, not on the page.
     return StepMagnitudes(int(record["step"]), float(record["loss_scale"]), tuple(tensors), tuple(record["notes"]))

@@ -24,7 +24,7 @@ _GRAD: Any = Tensor.grad  # the property, which split parameters override
 
 
 def save_rng_states() -> Callable[[], None]:
-    """Save the states of all random generators; return a function that restores them. Does not synchronize."""
+    """Save all RNG states; return a function that restores them. Does not synchronize."""
     python, numpy, cpu, cuda = random.getstate(), np.random.get_state(), torch.get_rng_state(), list[Tensor]()
     # torch cannot read it while a graph is captured.
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
@@ -51,7 +51,7 @@ class RecordedCall:
     losses: dict[str, Tensor] = field(default_factory=dict)  # scalar outputs by name, detached
 
     def run_recorded(self, make: Callable[..., Any]) -> dict[str, Tensor]:
-        """Call ``make(call, args, kwargs)`` with the recorded mode and RNG states; return the outputs by name."""
+        """Call ``make(call, args, kwargs)`` with the recorded RNG states; return the outputs by name."""
         module = self.forward.module()
         if module.training != self.is_training:  # train() also sets submodules
             module.train(self.is_training)
@@ -91,7 +91,7 @@ class RecordedBackward:
         return any(entry.gradient is not None and bool(finiteness(entry.gradient)) for entry in self.incoming)
 
     def has_nonfinite_loss(self) -> bool:
-        """Whether a loss or its gradient is inf or NaN, so that the loss scale is not the cause."""
+        """Whether a loss or its gradient is inf or NaN: the loss scale is not the cause."""
         losses = [loss for call in self.calls for loss in call.losses.values()]
         return self.has_nonfinite_gradient() or any(map(finiteness, losses))
 
@@ -143,7 +143,7 @@ def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restoring_weights(model: nn.Module) -> Iterator[None]:
-    """Restore the memory and dtype of parameters and buffers. Code inside must not write to that memory."""
+    """Restore the memory, which code inside must not write to, and dtype of parameters and buffers."""
     parameters = [(parameter, parameter.data, parameter.grad_dtype) for parameter in model.parameters()]
     buffers = [(buffer, buffer.data) for buffer in model.buffers()]
     try:
@@ -161,13 +161,13 @@ def restoring_weights(model: nn.Module) -> Iterator[None]:
 
 
 def run_with_masters(model: nn.Module, dtype: torch.dtype, run: Callable[[], _Result]) -> _Result:
-    """Return ``run()``, with split parameters of ``model`` replaced by their masters in ``dtype``."""
+    """Return ``run()``, with split parameters replaced by masters in ``dtype``."""
     masters: dict[str, Tensor] = {
         f"model.{name}": nn.Parameter(parameter.fp32_value().to(dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters()
         if isinstance(parameter, SplitParameter)
     }
-    # functional_call replaces the parameters of a module while it is called.
+    # functional_call replaces parameters of the module it calls.
     holder: Any = nn.ModuleDict({"model": model})
     holder.forward = run
     return functional_call(holder, masters, ())

@@ -32,13 +32,13 @@ from hf_mp.environment.libraries import first_line
 from hf_mp.kernels.nested import named_tensors
 
 BLOCKS, BLOCK = 4, 1024  # sampled blocks of a tensor, and elements of a block
-# Dtypes of safetensors. Others (8 bits, integers) are of quantized weights, which are not trained.
+# Other dtypes of safetensors are of quantized weights, which are not trained.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _OPTIMIZER_STATE = re.compile(r"(\w+\.)?optim|.*(exp_avg|momentum_buffer)")  # for example optimizer.state.0.exp_avg
 
 
-# Allowed in metadata of shards, besides torch's constants and metadata classes.
+# Also allowed in metadata of shards.
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _HARMLESS = {
     "torch.Size",
@@ -62,7 +62,7 @@ _HARMLESS = {
 
 
 class Inert:
-    """Replaces classes that are not loaded; accepts all arguments and does nothing."""
+    """Replaces classes that are not loaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -86,8 +86,8 @@ class Folder:
 
     Attributes:
         path: of the folder.
-        parts: parts of each floating tensor by name, one per rank; names of optimizer state begin with ``optim``.
-        groups: settings of optimizer groups, and logged learning rates.
+        parts: of each floating tensor, one per rank; names of optimizer state begin with ``optim``.
+        groups: of optimizers, and logged learning rates.
     """
 
     path: Path
@@ -103,7 +103,7 @@ class Folder:
 
 
 def read_folder(path: Path) -> Folder:
-    """Read the headers in ``path``, or in the newest checkpoint of a run.
+    """Read the headers in ``path`` or the newest checkpoint in it.
 
     Raises:
         ValueError: if there are no weights, or a file cannot be read.
@@ -112,7 +112,7 @@ def read_folder(path: Path) -> Folder:
         raise ValueError(f"{path} {'is a file: name its folder' if path.exists() else 'does not exist'}")
     by_step = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _CHECKPOINT.fullmatch(one.name))}
     runs = sorted({one.parent.name for one in path.glob("*/checkpoint-*")})
-    # Weights of several runs must not be read as one model.
+    # Several runs are not one model.
     if runs and not by_step:
         raise ValueError(f"{path} holds runs, not checkpoints: name one of them ({', '.join(runs)})")
     folder = Folder(by_step[max(by_step)] if by_step else path)
@@ -129,7 +129,7 @@ def _read_file(file: Path, folder: Folder) -> None:
     """Add the contents of ``file`` to ``folder``, if there is a reader for it.
 
     Raises:
-        ValueError: for a file that is damaged, runs code or has other contents.
+        ValueError: for a file that is damaged or runs code.
     """
     reader = next((read for pattern, read in _READERS.items() if re.fullmatch(pattern, file.name)), None)
     if reader is None or not file.is_file() or _is_in_safetensors_too(file):
@@ -140,17 +140,14 @@ def _read_file(file: Path, folder: Folder) -> None:
         raise ValueError(f"{file} cannot be read: {first_line(error)}") from error
     except Exception as error:  # damaged bytes may raise any error
         cause = f" ({first_line(error)[:200]})"
-        # torch's message advises weights_only=False, which would run the code.
+        # torch advises weights_only=False, which would run the code.
         if isinstance(error, (pickle.UnpicklingError, AttributeError)):
             cause = ", or a pickle that runs code, which hf_mp does not"
         raise ValueError(f"{file} cannot be read: it is damaged{cause}") from error
 
 
 def _is_in_safetensors_too(file: Path) -> bool:
-    """Whether ``file`` has weights that Transformers loads from safetensors instead.
-
-    It writes both formats in a migration, or next to DeepSpeed's folder.
-    """
+    """Whether Transformers, which may write both, loads these weights from safetensors."""
     in_deepspeed_folder = "model_states" in file.name
     may_duplicate = in_deepspeed_folder or re.match(r"(pytorch|adapter)_model.*\.bin$", file.name)
     safetensors_folder = file.parent.parent if in_deepspeed_folder else file.parent
@@ -170,12 +167,12 @@ def _read_safetensors(file: Path, folder: Folder) -> None:
 
 
 def _read_torch_file(file: Path, folder: Folder) -> None:
-    # DeepSpeed pickles enums and configs with its tensors, for which weights_only would raise.
+    # DeepSpeed pickles other classes with its tensors.
     with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]):
         loaded = torch.load(str(file), map_location="meta", weights_only=True)
     if not isinstance(loaded, Mapping):
         raise TypeError("it holds no dictionary of tensors: save model.state_dict()")
-    # Trainer, accelerate and DeepSpeed have "optim" in names of optimizer files.
+    # So Trainer, accelerate and DeepSpeed name optimizer files.
     prefix = "optim" if "optim" in file.name else ""
     contents = loaded if prefix else loaded.get("module", loaded)
     folder.groups += _groups_in(contents)
@@ -185,8 +182,8 @@ def _read_torch_file(file: Path, folder: Folder) -> None:
 
 
 def _part_of(file: Path, value: Any, start: int = 0) -> Part:
-    """Return the place of a tensor that torch loaded to "meta" from byte ``start`` of ``file``."""
-    # Private: torch has no public access to the place of a storage.
+    """Return the place of a tensor loaded to "meta" from byte ``start`` of ``file``."""
+    # torch has no public API for the place of a storage.
     first = start + value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.itemsize
     return Part(file, value.dtype, first, value.numel())
 
@@ -201,7 +198,7 @@ def _groups_in(value: Any) -> list[Mapping[str, Any]]:
 
 
 class ShardMetadata(pickle.Unpickler):
-    """Reads the metadata of ``torch.distributed.checkpoint``; replaces classes that it does not need by :class:`Inert`.
+    """Reads the metadata of ``torch.distributed.checkpoint``; :class:`Inert` replaces other classes.
 
     Attributes:
         refused: names of the replaced classes and functions.
@@ -218,7 +215,7 @@ class ShardMetadata(pickle.Unpickler):
         is_harmless = is_constant or is_metadata or f"{module}.{name}" in _HARMLESS
         if not is_harmless:
             self.refused.add(f"{module}.{name}")
-        # A harmless name may be missing: pathlib's modules differ between versions of Python.
+        # pathlib's modules differ between versions of Python.
         return Inert if found is None or not is_harmless else found
 
 
@@ -261,8 +258,7 @@ def evidence_of(
 
     Args:
         folder: of :func:`read_folder`.
-        learning_rate: of the updates; None for the largest of the folder. Without one, :data:`FINE_TUNING_RATE` is used
-            if there is no base, because the model may be trained later.
+        learning_rate: of updates; None for the largest of the folder, or without a base :data:`FINE_TUNING_RATE`.
         keeps_bits: as in :class:`Evidence`.
         base: parts of the model before training; may be empty.
     """
@@ -292,7 +288,7 @@ def evidence_of(
 def _unchanged_share(values: Tensor, parts: list[Part], base: list[Part]) -> float | None:
     """Return the share of ``values``, a sample of ``parts``, equal to the same elements of ``base``.
 
-    None for several parts or another size: their places are unknown.
+    None for several parts or another size.
     """
     if len(parts) != 1 or [one.elements for one in base] != [parts[0].elements]:
         return None
@@ -303,6 +299,6 @@ def _sample(part: Part) -> Tensor:
     """Read blocks of elements, evenly spaced: the first rows of an embedding are of frequent tokens."""
     last, size = max(0, part.elements - BLOCK), part.dtype.itemsize
     starts = sorted({part.first + index * last // (BLOCKS - 1) * size for index in range(BLOCKS)})
-    # Memory mapping reads ahead: 7 ms a block, and a minute for 10 GiB.
+    # Memory mapping reads ahead: 7 ms a block.
     read = [np.fromfile(part.file, np.uint8, min(BLOCK, part.elements) * size, offset=start) for start in starts]
     return torch.from_numpy(np.concatenate(read)).view(part.dtype)

@@ -23,7 +23,7 @@ def count_lost_updates(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> 
     """Count the updates that do not change the bits of a weight stored in ``dtype``.
 
     These are about the ones below half a unit in its last place (Micikevicius et al. 2017, arXiv 1710.03740, section
-    3.1). ``weights`` and ``updates`` have one shape and any dtype.
+    3.1).
     """
     # FP64 represents the sum exactly, so it is rounded once.
     stored, changes = weights.detach().to(dtype), updates.detach().double()
@@ -34,7 +34,7 @@ def count_lost_updates(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> 
 
 def share_lost_at(weight: Tensor, rate: float) -> float:
     """Return the share of updates of size ``rate``, as in a first step of Adam or Lion, that rounding drops."""
-    # The spacing of numbers halves below a power of two, so the mean of both signs is taken.
+    # The spacing halves below a power of two: take the mean of both signs.
     size = torch.full_like(weight, rate, dtype=torch.float64)
     up, down = (count_lost_updates(weight, update, weight.dtype) for update in (size, -size))
     return (up.share + down.share) / 2

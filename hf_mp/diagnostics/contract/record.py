@@ -24,7 +24,7 @@ from hf_mp.weights.attach_checks import runtimes_of
 from hf_mp.weights.fp32_reads import on_stored_values
 from hf_mp.weights.split_parameter import SplitParameter
 
-# DDP's hooks and FSDP2 reduce gradients by these. DDP's reducer, in C++, sends gradients in their own dtype.
+# Of DDP's hooks and FSDP2. DDP's reducer, in C++, sends gradients in their own dtype.
 _COLLECTIVES = ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single")
 # Parts of names, by kind.
 _NAME_PARTS = {
@@ -47,7 +47,7 @@ class ContractRecorder(ExitStack, StepObserver):
         self._sent: set[str] = set()
 
     def start(self) -> None:
-        # torch.compile traces forward hooks, and compiles again when they are removed.
+        # Compiled code would be compiled again when they are removed.
         if all(module._compiled_call_impl is None for module in self.model.modules()):
             for module in self.model.modules():
                 if module._parameters:
@@ -55,20 +55,17 @@ class ContractRecorder(ExitStack, StepObserver):
         for runtime in runtimes_of(self.model):
             runtime.observers.append(self)
             self.callback(runtime.observers.remove, self)
-        # c10d's logger has no dtypes, so the functions of torch.distributed are patched.
+        # c10d's logger has no dtypes.
         for name in _COLLECTIVES if is_distributed() else ():
             if (original := getattr(torch.distributed, name, None)) is not None:
                 self.callback(setattr, torch.distributed, name, original)
                 setattr(torch.distributed, name, functools.partial(self._record_and_send, original))
 
     def _record_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: record the dtypes in which ``module`` computed.
-
-        Only its first forward counts: later ones may be replays in other dtypes.
-        """
+        """Forward hook: record the dtypes of the first forward; later ones may be replays."""
         # Parameter slots hold working copies meanwhile.
         weights = [vars(module).get(name, weight) for name, weight in module._parameters.items()]
-        # Stacked experts compute in the dtype of their weights. Their output is multiplied by FP32 router scores.
+        # Stacked experts compute in the dtype of their weights, not of their output.
         stacked = [
             one for one in weights if isinstance(one, Tensor) and one.ndim > 2 and one.dtype in LOWER_PRECISION_DTYPES
         ]
@@ -76,7 +73,7 @@ class ContractRecorder(ExitStack, StepObserver):
         self._computed.setdefault(module, dtypes_of(recorded))
 
     def _record_and_send(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record the dtype of the last tensor argument, the input of a collective, and call ``original``."""
+        """Record the dtype of the last tensor argument, the input, of a collective."""
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.is_floating_point()]
         if tensors and tensors[-1].numel() > 1:  # one element: the report of a step
             self._sent |= dtypes_of(tensors[-1:])
@@ -92,10 +89,7 @@ class ContractRecorder(ExitStack, StepObserver):
 
     @on_stored_values
     def contract(self, optimizer: Any = None, saved: Mapping[str, torch.dtype] | None = None) -> PrecisionContract:
-        """Return the contract from all records and the tensors that exist.
-
-        ``saved`` maps names of weights to the dtypes in which they are saved.
-        """
+        """Return the contract; ``saved`` maps names of weights to the dtypes in which they are saved."""
         self.on_backward_end()
         optimizer = getattr(as_accelerated(optimizer), "optimizer", optimizer)
         computed: dict[int, set[str]] = defaultdict(set)  # by parameter, for shared ones
@@ -133,7 +127,7 @@ class ContractRecorder(ExitStack, StepObserver):
         return replace(
             row,
             gradient=_joined(gradients),
-            # If no collective was recorded, DDP's reducer has sent the gradients in their dtype.
+            # Without a collective, DDP's reducer has sent them.
             reduced=_joined(self._sent or gradients) if is_distributed() else NONE,
             moments=NOT_SEEN if optimizer is None else _joined(moments_of(optimizer, parameter), NONE),
         )
@@ -152,8 +146,8 @@ def precision_contract(
 
     Args:
         model: any module, also under DDP or FSDP2.
-        optimizer: of its parameters; torch's, accelerate's wrapper, or a :class:`hf_mp.MasterWeightOptimizer`.
-        run: runs a step or a part of one, for example ``lambda: model(**batch).loss.backward()``.
+        optimizer: torch's, accelerate's wrapper, or a :class:`hf_mp.MasterWeightOptimizer`.
+        run: runs a step or a part, for example ``lambda: model(**batch).loss.backward()``.
 
     Returns:
         A :class:`PrecisionContract`; ``print`` shows a table.
@@ -175,8 +169,7 @@ def kind_of(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
     if not parameter.requires_grad:
         return "frozen"
     # Transformers has no base classes for embeddings or experts.
-    package = type(module).__module__.partition(".")[0]
-    text = f"{package} {name} {type(module).__name__}".lower()
+    text = f"{type(module).__module__.partition('.')[0]} {name} {type(module).__name__}".lower()
     matching = (kind for kind, parts in _NAME_PARTS.items() if any(part in text for part in parts))
     return next(matching, "linear" if parameter.ndim > 1 else "other")
 

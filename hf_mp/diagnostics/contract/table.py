@@ -22,8 +22,8 @@ class ContractRow:
     Attributes:
         kind: ``linear``, ``embeddings``, ``norms``, ``experts``, ``adapters``, ``frozen`` or ``other``.
         elements: on this process.
-        stored: dtype of the parameter; ``"bf16+16"`` is a BF16 weight with a 16-bit remainder, ``"bf16+fp32"`` one with
-            an FP32 master in the optimizer.
+        stored: ``"bf16+16"`` is a BF16 weight with a 16-bit remainder, ``"bf16+fp32"`` one with an FP32 master in the
+            optimizer.
         computed: of module outputs in the first forward.
         gradient: after backward.
         reduced: of the tensors sent to reduce gradients.
@@ -79,7 +79,7 @@ class PrecisionContract:
         return any(row.stored in ("fp16", "bf16") and row.kind != "frozen" for row in self.rows)
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the cells in the order of :data:`HEADER`, one line for all kinds with the same dtypes."""
+        """Return the cells, one line for all kinds with the same dtypes."""
         by_dtypes: dict[tuple[str, ...], list[ContractRow]] = {}
         for row in self.rows:
             by_dtypes.setdefault(row.dtypes, []).append(row)
@@ -89,13 +89,13 @@ class PrecisionContract:
         ]
 
     def _label(self, row: ContractRow) -> str:
-        """Return the kind of a row, with names of modules that only this row has if others have its kind."""
+        """Return the kind, with names of modules if other rows have it too."""
         others = [other for other in self.rows if other.kind == row.kind and other is not row]
         if not others or not row.names:
             return row.kind
         in_others = {_module(name) for other in others for name in other.names}
         modules = list(dict.fromkeys(map(_module, row.names)))
-        # If layers of the same name have different dtypes, show full paths.
+        # Full paths if layers of one name differ.
         own = [one for one in modules if one not in in_others] or [name.rpartition(".")[0] for name in row.names]
         more = ["..."] if len(own) > _SHOWN_MODULES else []
         return f"{row.kind} ({', '.join(own[:_SHOWN_MODULES] + more)})"
