@@ -20,13 +20,13 @@ def check_batches(batches: Any) -> list[Any]:
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call ``model`` with a mapping of arguments, a tuple or list of them, or a single one."""
+    """Call ``model`` with a mapping, tuple or list of arguments, or a single one."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def find_loss(outputs: Any) -> Tensor | None:
-    """Return the scalar output ``loss`` that requires grad, else the first such output, or None."""
+    """Return the scalar output ``loss`` that requires grad, else the first such one, or None."""
     scalars = {name: tensor for name, tensor in named_tensors(outputs) if tensor.numel() == 1 and tensor.requires_grad}
     return scalars.get("loss", next(iter(scalars.values()), None))

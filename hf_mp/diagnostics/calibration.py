@@ -1,7 +1,8 @@
-"""``calibrate``: finds the ops that leave FP16's range, and rules that keep them in range."""
+"""``calibrate``: rules that keep a model in FP16's range."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,23 +40,22 @@ def calibrate(
 ) -> RangeReport:
     """Find the ops of ``model`` that leave FP16's range, and the rules that keep them in range.
 
-    Each batch runs forward and, if the model returns a loss, backward, in BF16, which has FP32's range. Rules are
-    added, and the forwards repeated, until no value comes within 2 doublings of 65504. Weights, gradients, buffers and
-    RNG states are restored.
+    Batches run forward and, if there is a loss, backward, in BF16, which has FP32's range. Rules are added, and the
+    forwards repeated, until no value comes within 2 doublings of 65504. The model and RNG states are restored.
 
     Args:
-        model: a model that is not attached, in the mode (training or evaluation) that the rules are for.
-        batches: arguments of its calls: one batch (a mapping of arguments or a tensor), or an iterable of batches, each
-            a mapping, a tuple of arguments, or a tensor.
+        model: a model that is not attached, in training or evaluation mode.
+        batches: one batch (a mapping of arguments or a tensor), or an iterable of batches, each a mapping, a tuple of
+            arguments, or a tensor.
         precision: a policy that computes in FP16; default ``"fp16"``.
-        rules, tables: those of the autocast in training; default none and ``"compact"``.
+        rules, tables: of the autocast in training; default none and ``"compact"``.
 
     Returns:
-        A :class:`RangeReport`; add its ``rules`` to those that you passed.
+        A :class:`RangeReport`; its ``rules`` come in addition to yours.
 
     Raises:
         TypeError: for anything but a module.
-        ValueError: without a batch, for a precision without FP16, or an attached model.
+        ValueError: without a batch or FP16, or for an attached model.
         CannotHealError: if no rules help.
     """
     policy, given = PrecisionPolicy.parse(precision), check_batches(batches)
@@ -63,7 +63,7 @@ def calibrate(
         raise ValueError(f"precision={str(policy)!r} has FP32's range: calibrate is for FP16")
     if attached_runtime(model) is not None:
         raise ValueError("mixed precision is attached to this model: call hf_mp.detach(model), or calibrate it before")
-    # Nothing overflows in BF16, so one forward shows all ops out of FP16's range.
+    # Nothing overflows in BF16: one forward shows all ops out of FP16's range.
     measured_policy = replace(
         policy, compute=RANGE_DTYPE, params=RANGE_DTYPE if policy.is_lean else policy.params, loss_scale=None
     )
@@ -76,32 +76,29 @@ def calibrate(
     ):
         try:
             runtime.attach(model)
-            ops = _measure_ranges(runtime, model, given)
-            notes = ["some of it is inf or NaN in FP32's range, too: the cause is the model or its data"]
-            if not any(math.isnan(op.largest) for op in ops):
-                notes = []
-                find_rules(runtime, ops, lambda rules: _measure_ranges(runtime, model, given, rules))
+            ops = _measure_ranges(runtime, model, given, {}, backward=True)
+            is_finite = not any(math.isnan(op.largest) for op in ops)
+            if is_finite:
+                find_rules(runtime, ops, functools.partial(_measure_ranges, runtime, model, given, backward=False))
         finally:
             runtime.detach()
+    notes = [] if is_finite else ["some of it is inf or NaN in FP32's range, too: the cause is the model or its data"]
     if all(op.fp16_gradient is None for op in ops):
         notes.append("the batches give no loss: there was no backward")
     return RangeReport(type(model).__name__, str(policy), len(given), tuple(ops), dict(runtime.remedies), tuple(notes))
 
 
 def _measure_ranges(
-    runtime: MixedPrecision, model: nn.Module, batches: Sequence[Any], rules: dict[str, str] | None = None
+    runtime: MixedPrecision, model: nn.Module, batches: Sequence[Any], rules: dict[str, str], *, backward: bool
 ) -> Sequence[OpRange]:
-    """Run the batches, and return the ranges of all ops.
-
-    ``rules`` are added to ``runtime``, and only the forward runs. Without them, the backward runs too.
-    """
-    backward = rules is None
-    runtime.add_rules(rules or {})
+    """Return the ranges of all ops after ``rules`` were added to ``runtime``."""
+    runtime.add_rules(rules)
     recorder = RangeRecorder(FP16_MAX / 2**CLOSE_DOUBLINGS, backward=backward)
     for batch in batches:
         with recorder.recording(runtime.autocast, model), torch.set_grad_enabled(backward):
             outputs = call_model(model, batch)
-        if (loss := find_loss(outputs)) is not None:
+        loss = find_loss(outputs)
+        if loss is not None:
             loss.backward()
             model.zero_grad()
     return recorder.ranges()

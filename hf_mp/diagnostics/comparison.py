@@ -1,4 +1,4 @@
-"""``compare_precisions``: measures the differences of a model's outputs in 16 bits from those in FP32."""
+"""``compare_precisions``: differences of a model's outputs in 16 bits from FP32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,29 +46,28 @@ def compare_precisions(
 ) -> PrecisionComparison:
     """Measure the differences of a model's outputs from FP32, in each precision and with each set of rules.
 
-    Each batch runs forward in FP32, without autocast and TF32, and in each precision, without dropout. One rule worth
-    trying keeps the head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
+    Batches run forward without dropout, in FP32 without TF32 and in each precision. One rule worth trying keeps the
+    head in FP32 (``{"lm_head": "fp32"}``; MiniMax-M1, arXiv 2506.13585).
 
     Of ``logits`` of several classes, the log-probabilities of the tokens (or classes) that are most likely in FP32 are
-    compared too. Positions hidden by ``attention_mask`` and masked logits do not count. Without ``logits``, the first
+    compared too, without positions hidden by ``attention_mask`` and masked logits. Without ``logits``, the first
     floating output is compared.
 
     Args:
         model: any module; it is not changed. Of an attached model, a copy with its FP32 masters and without its rules
-            is compared. 16-bit weights are cast to FP32 during the comparison.
-        batches: arguments of its calls: one batch (a mapping of arguments or a tensor), or an iterable of batches, each
-            a mapping, a tuple of arguments, or a tensor.
-        precisions: presets, policies or dtypes, or pairs of one and its rules (as ``rules`` of autocast); default
-            ``"bf16"`` and ``"fp16"``.
+            is compared, with 16-bit weights in FP32.
+        batches: one batch (a mapping of arguments or a tensor), or an iterable of batches, each a mapping, a tuple of
+            arguments, or a tensor.
+        precisions: presets, policies or dtypes, or pairs of one and its rules; default ``"bf16"`` and ``"fp16"``.
         tables: of autocast; default ``"compact"``.
 
     Returns:
-        A :class:`PrecisionComparison`; ``print`` shows a table, ``to_dict()`` is the data.
+        A :class:`PrecisionComparison`.
 
     Raises:
-        TypeError: for anything but a module, and for a single precision instead of a sequence.
-        ValueError: without a batch or a precision; for an unknown precision or rule; for a model that returns inf or
-            NaN in FP32, or no floating tensor.
+        TypeError: for anything but a module and a sequence of precisions.
+        ValueError: without a batch or a precision; for an unknown precision or rule; for outputs of inf or NaN in FP32,
+            or without a floating tensor.
         RuntimeError: inside an autocast.
     """
     if (outer := active_autocast()) is not None and outer.enabled:
@@ -96,16 +95,11 @@ def _notes(output: str, errors: Iterable[PrecisionError]) -> tuple[str, ...]:
 
 
 def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy, Rules]]:
-    """Return each policy with its rules, without duplicates."""
     if isinstance(precisions, (str, torch.dtype, PrecisionPolicy)):
         raise TypeError(f"precisions must be a list: write [{str(precisions)!r}]")
     found: list[tuple[PrecisionPolicy, Rules]] = []
     for one in precisions:
-        pair: Any = one if isinstance(one, tuple) else (one, {})
-        if len(pair) != 2 or not isinstance(pair[1], Mapping):
-            raise TypeError(f"{one!r} is no precision with rules: write ('fp16', {{'lm_head': 'fp32'}})")
-        variant = PrecisionPolicy.parse(pair[0]), pair[1]
-        parse_rules(pair[1], TABLES[tables])  # raises before the reference runs, which takes minutes
+        variant = _parse_variant(one, tables)
         if variant not in found:
             found.append(variant)
     if not found:
@@ -113,9 +107,18 @@ def _variants(precisions: Any, tables: TableName) -> list[tuple[PrecisionPolicy,
     return found
 
 
+def _parse_variant(given: Any, tables: TableName) -> tuple[PrecisionPolicy, Rules]:
+    pair = given if isinstance(given, tuple) else (given, {})
+    if len(pair) != 2 or not isinstance(pair[1], Mapping):
+        raise TypeError(f"{given!r} is no precision with rules: write ('fp16', {{'lm_head': 'fp32'}})")
+    variant = PrecisionPolicy.parse(pair[0]), pair[1]
+    parse_rules(pair[1], TABLES[tables])  # raises before the reference runs, which takes minutes
+    return variant
+
+
 @contextmanager
 def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``model``, or a copy if it is attached, in evaluation mode and FP32, and restore it."""
+    """Yield ``model``, or a copy if it is attached, in evaluation mode and FP32; restore it on exit."""
     if attached_runtime(model) is not None:
         model = detach(copy.deepcopy(model))
     with (
@@ -132,7 +135,7 @@ def _plain_model(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _logits_in(variant: _Differences, model: nn.Module, batch: Any, tables: TableName) -> Tensor:
-    """Return the logits of ``batch`` in the precision of ``variant``, of shape (positions, classes)."""
+    """Return the logits of shape (positions, classes) in the precision of ``variant``."""
     runtime = MixedPrecision(variant.policy, rules=variant.rules, tables=tables)
     with restoring_weights(model):  # a lean layout in FP16 rounds some masters
         try:
@@ -145,7 +148,7 @@ def _logits_in(variant: _Differences, model: nn.Module, batch: Any, tables: Tabl
 
 @dataclass
 class _Sum:
-    """Count, sum of squares and largest magnitude of values; NaN for inf and NaN."""
+    """Sums over values; ``maximum``, their largest magnitude, is NaN for inf and NaN."""
 
     count: int = 0
     squares: float = 0.0
@@ -156,15 +159,13 @@ class _Sum:
         self.squares += values.square().sum().item()
         self.maximum = max_of([self.maximum, largest_magnitude([values]).item()])
 
-    def numbers(self) -> tuple[float, float]:
-        """Return the root of the mean square, and the largest magnitude."""
-        return math.sqrt(self.squares / max(self.count, 1)), self.maximum
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.squares / max(self.count, 1))
 
 
 @dataclass
 class _Differences:
-    """Differences of one precision and its rules from FP32."""
-
     policy: PrecisionPolicy
     rules: Rules
     logits: _Sum = field(default_factory=_Sum)
@@ -173,19 +174,19 @@ class _Differences:
 
     def add(self, logits: Tensor, reference: Reference) -> None:
         found, expected = logits[reference.is_compared], reference.logits[reference.is_compared]
-        # FP64 logits of a whole batch would be the largest tensors of all.
+        # In parts: FP64 logits of a batch would be the largest tensors of all.
         size = max(ROWS_ELEMENTS // expected.shape[-1], 1)
         for rows in zip(found.split(size), expected.split(size), strict=True):
             self._add_rows(rows[0].double(), rows[1].double(), reference.output)
 
     def _add_rows(self, found: Tensor, expected: Tensor, output: str) -> None:
-        # Masked logits are the lowest numbers of a dtype, which differ by 1e38.
+        # Masked logits differ by 1e38.
         self.logits.add((found - expected)[expected > MASK])
-        # Features and the one class of a regression are no distribution.
-        if output != "logits" or expected.shape[-1] == 1:
+        is_distribution = output == "logits" and expected.shape[-1] > 1  # neither features nor a regression
+        if not is_distribution:
             return
         found, expected = found.log_softmax(-1), expected.log_softmax(-1)
-        # Not those of the labels, which models shift in different ways.
+        # Not the labels, which models shift in different ways.
         self.likeliest.add((found - expected).gather(-1, expected.argmax(-1, keepdim=True)))
         # p log(p/q) is 0 for p = 0, but computed as NaN.
         probability = expected.exp()
@@ -193,6 +194,12 @@ class _Differences:
 
     def error(self) -> PrecisionError:
         rules = {key if isinstance(key, str) else op_name(key): value for key, value in self.rules.items()}
-        count = self.likeliest.count
-        likeliest = (*self.likeliest.numbers(), self.divergence / count) if count else ()
-        return PrecisionError(str(self.policy), rules, *self.logits.numbers(), *likeliest)
+        error = PrecisionError(str(self.policy), rules, self.logits.rms, self.logits.maximum)
+        if not self.likeliest.count:
+            return error
+        return replace(
+            error,
+            log_probability_rms=self.likeliest.rms,
+            log_probability_maximum=self.likeliest.maximum,
+            kl=self.divergence / self.likeliest.count,
+        )

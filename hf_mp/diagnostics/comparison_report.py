@@ -1,9 +1,9 @@
-"""``PrecisionComparison``: the differences of precisions from FP32, as a table and as data."""
+"""``PrecisionComparison``: a table and data."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hf_mp.casting.text_table import format_columns
@@ -19,9 +19,9 @@ class PrecisionError:
         rules: the rules of autocast.
         logits_rms, logits_maximum: root mean square and largest magnitude of the differences of logits.
         log_probability_rms, log_probability_maximum: the same for natural log-probabilities of the tokens (or classes)
-            that are most likely in FP32; None if the output is no distribution.
-        kl: Kullback-Leibler divergence of this precision's distribution from FP32's, in nats, averaged over positions;
-            None if the output is no distribution.
+            that are most likely in FP32.
+        kl: mean Kullback-Leibler divergence of this precision's distribution from FP32's, in nats. This and the two
+            above are None if the output is no distribution.
     """
 
     precision: str
@@ -39,9 +39,9 @@ class PrecisionComparison:
 
     Attributes:
         model: name of the model's class.
-        batches: number of batches.
-        positions: number of tokens (or samples) with compared logits.
-        errors: the differences, for each precision and its rules.
+        batches: their number.
+        positions: number of compared tokens (or samples).
+        errors: for each precision and its rules.
         notes: further observations.
     """
 
@@ -62,7 +62,8 @@ class PrecisionComparison:
         rows = []
         for one in self.errors:
             rules = ", ".join(f"{key}: {value}" for key, value in one.rules.items())
-            rows.append((one.precision, rules, *(_short(number) for number in astuple(one)[2:] if number is not None)))
+            numbers = one.logits_rms, one.logits_maximum, one.log_probability_rms, one.log_probability_maximum, one.kl
+            rows.append((one.precision, rules, *(_short(number) for number in numbers if number is not None)))
         return "\n".join((title, format_columns([header, *rows], range(2, len(header))), *self.notes))
 
 

@@ -14,7 +14,7 @@ from hf_mp.diagnostics.batches import call_model
 from hf_mp.diagnostics.step_snapshot import restoring_module_state
 from hf_mp.kernels.nested import named_tensors
 
-# Ops that torch may compute in TF32 or BF16 for FP32 tensors.
+# Ops that may be TF32 or BF16 for FP32 tensors.
 _BACKENDS: Any = torch.backends
 _LOWERED = (
     _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _BACKENDS.mkldnn.matmul,
@@ -23,8 +23,6 @@ _LOWERED = (
 
 
 class Reference(NamedTuple):
-    """The FP32 result of a batch."""
-
     output: str  # name of the model's output that is compared
     logits: Tensor  # (positions, classes)
     is_compared: Tensor  # bool, (positions,)
@@ -40,7 +38,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def run_in_fp32(model: nn.Module, batch: Any, number: int) -> Reference:
-    """Run ``batch`` in FP32 without TF32; a ValueError, with its ``number``, for inf or NaN."""
+    """Run ``batch`` in FP32 without TF32; raise a ValueError with its ``number`` for inf or NaN."""
     with restoring_module_state(model), _without_tf32():
         name, logits = logits_of(call_model(model, batch))
     if logits.isnan().any() or (logits == math.inf).any():
@@ -52,16 +50,17 @@ def run_in_fp32(model: nn.Module, batch: Any, number: int) -> Reference:
 
 
 def logits_of(outputs: Any) -> tuple[str, Tensor]:
-    """Return name and values, of shape (positions, classes), of the logits or else of the first floating output."""
-    named = [(name, t) for name, t in named_tensors(outputs) if t.is_floating_point() and t.dim()]
-    if not named:
+    """Return name and values, of shape (positions, classes), of ``logits`` or the first floating output."""
+    floating = {name: t for name, t in named_tensors(outputs) if t.is_floating_point() and t.dim()}
+    if not floating:
         raise ValueError("the model returns no floating tensor except a loss: there is nothing to compare")
-    name, logits = next((one for one in named if one[0] == "logits"), named[0])
+    name = "logits" if "logits" in floating else next(iter(floating))
+    logits = floating[name]
     return name, logits.detach().reshape(-1, logits.shape[-1] if logits.dim() > 1 else 1)
 
 
 def _compared_positions(model: nn.Module, logits: Tensor, batch: Any) -> Tensor:
-    """Return the attention mask as bool of shape (positions,), all True if the batch has no mask of this size."""
+    """Return the attention mask, bool of shape (positions,), all True without one."""
     # The logits of an encoder-decoder are those of its decoder.
     prefix = "decoder_" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else ""
     mask = batch.get(f"{prefix}attention_mask") if isinstance(batch, Mapping) else None

@@ -1,4 +1,4 @@
-"""Histograms of magnitudes in powers of two, so that a loss scale shifts them by whole bins."""
+"""Histograms of magnitudes by powers of two."""
 
 from __future__ import annotations
 
@@ -46,18 +46,15 @@ class Histogram:
         return {place - _BIAS: count for place, count in enumerate(self.counts[:-1]) if place and count}
 
     def share_underflowed(self, log2_scale: int = 0) -> float:
-        """Return the share of finite nonzero values that FP16 rounds to zero, once multiplied by 2**log2_scale."""
-        # Without 2**-25 itself, the only value of its octave that is rounded to zero.
+        """Return the share of finite nonzero values that FP16 rounds to zero at the scale 2**log2_scale."""
+        # Without 2**-25 itself, which is rounded to zero.
         first_kept = FP16_SMALLEST_KEPT - log2_scale + _BIAS
         return sum(self.counts[1 : max(first_kept, 1)][: BINS - 2]) / max(self.finite_nonzero, 1)
 
 
 @torch.no_grad()
 def histogram(values: Tensor) -> Histogram:
-    """Count the elements of ``values`` by their FP32 exponent. Synchronizes once.
-
-    Real and imaginary parts count separately; of a sparse tensor, the stored elements.
-    """
+    """Count real and imaginary parts of (stored) elements by their FP32 exponent. Synchronizes once."""
     bits = real_values(values.detach()).to(torch.float32).reshape(-1).contiguous().view(torch.int32) & _MAGNITUDE_BITS
     return Histogram(tuple(torch.bincount(bits >> _MANTISSA_BITS, minlength=BINS).tolist()))
 
@@ -65,14 +62,14 @@ def histogram(values: Tensor) -> Histogram:
 def sample(tensor: Tensor, limit: int = SAMPLE_ELEMENTS) -> Tensor:
     """Return a flat copy of every n-th (stored) element: at least ``limit / 2`` of a large tensor, all of a small one.
 
-    n depends on the shape only. It is a prime that divides no dimension, so no column of a matrix is left out.
+    n depends on the shape only. As a prime that divides no dimension it leaves out no column of a matrix.
     """
     values = real_values(tensor.detach())
     return values.reshape(-1)[:: sampling_stride(tuple(values.shape), limit)].clone()
 
 
 def sampling_stride(shape: tuple[int, ...], limit: int = SAMPLE_ELEMENTS) -> int:
-    """Return the n of :func:`sample`; 1 for at most ``limit`` elements."""
+    """Return the n of :func:`sample`."""
     elements = math.prod(shape)
     if elements <= limit:
         return 1

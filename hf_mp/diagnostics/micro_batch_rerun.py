@@ -27,20 +27,17 @@ from hf_mp.step.mixed_precision import MixedPrecision
 
 
 class Rerun(NamedTuple):
-    """Result of a rerun."""
-
     outputs: list[Tensor]  # with a recorded gradient
     gradients: dict[str, Tensor]  # of weights by name, times `scale`; empty without a backward
     ranges: tuple[OpRange, ...] = ()  # empty if not measured
 
     @property
     def is_finite(self) -> bool:
-        """Whether the outputs and the squares of the gradients are finite."""
         return not any(map(finiteness, self.outputs)) and self.largest_gradient < OVERFLOW_LIMIT
 
     @property
     def largest_gradient(self) -> float:
-        """Largest magnitude of a weight gradient; 0 if there is none."""
+        """0 without gradients."""
         return largest_magnitude(self.gradients.values()).item()
 
 
@@ -58,7 +55,7 @@ def run_again(
 
     Args:
         context: ``context(mode, model)`` returns a context manager for the forward and the backward.
-        rules: rules in addition to those of ``runtime``; in FP32 there are none.
+        rules: added to those of ``runtime``; in FP32 there are none.
         scale: factor of the recorded output gradients.
         with_gradients: whether the backward runs, which needs all output gradients.
     """
@@ -68,7 +65,9 @@ def run_again(
     mode = autocast(dtype, tables=runtime.autocast.tables, rules=all_rules, model=model)
 
     def make(call: RecordedCall, args: Any, kwargs: Any) -> Any:
-        args, kwargs = apply_to_tensors(_rerun_input, (args, kwargs))
+        args, kwargs = apply_to_tensors(
+            lambda one: one.detach().requires_grad_() if one.requires_grad else one, (args, kwargs)
+        )
         # Attached forwards inside the model run as parts of this one.
         with ForwardContext(runtime, None), mode:
             return mode.with_module_rules(call.forward.module(), call.forward.original)(*args, **kwargs)
@@ -84,8 +83,8 @@ def run_again(
                 for entry, output in zip(backward.incoming, outputs, strict=True)
             ]
             weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-            found = zip(weights, _differentiate(outputs, output_gradients, [*weights.values()]), strict=True)
-            return Rerun(outputs, {name: gradient for name, gradient in found if gradient is not None})
+            gradients = dict(zip(weights, _differentiate(outputs, output_gradients, [*weights.values()]), strict=True))
+            return Rerun(outputs, {name: gradient for name, gradient in gradients.items() if gradient is not None})
 
     with restoring_module_state(model), torch.set_grad_enabled(with_gradients), compile_disabled():
         return run_with_masters(model, dtype, run)
@@ -104,14 +103,10 @@ def measure_ranges(
     rules: Mapping[str, str] | None = None,
     with_gradients: bool = False,
 ) -> Rerun:
-    """Run a micro-batch again in BF16 (instead of FP16) or FP32, unscaled, and measure the magnitudes of all ops."""
+    """Run a micro-batch again in ``dtype``, unscaled, and measure the magnitudes of all ops."""
     recorder = RangeRecorder(backward=with_gradients)
     rerun = run_again(runtime, backward, recorder.recording, dtype=dtype, rules=rules, with_gradients=with_gradients)
     return rerun._replace(ranges=recorder.ranges())
-
-
-def _rerun_input(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def _differentiate(

@@ -1,7 +1,7 @@
 """Traces each inf and NaN of a forward and its backward to the op that computed it from finite values.
 
-Every intercepted call and every autograd node is examined. A non-finite result of finite inputs has its origin there;
-any other one has the origin of its input. An inf that an op drops, as ``torch.where`` may, has no effect.
+A non-finite result has the origin of its non-finite input, or its origin there if all inputs are finite. An inf that
+an op drops, as ``torch.where`` may, has no effect.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,12 @@ from hf_mp.diagnostics.overflow_report import Phase
 from hf_mp.diagnostics.values import UNINITIALISED, Finiteness, TensorRange, finiteness, ranges_of
 from hf_mp.kernels.nested import named_tensors, tensors_in
 
-# Ops that write -inf on purpose, to mask positions in a softmax, as calls without a tensor argument do.
+# Ops that write -inf on purpose, to mask a softmax. So do calls without a tensor argument.
 _MASKING = frozenset({"full_like", "new_full", "masked_fill", "masked_fill_", "where", "fill_", "setitem"})
 # Ops that write their first argument without reading it.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 
-# Keys in the metadata of an autograd node. The site is a pair: name of the innermost module, name of the torch
-# function ("" if no call was intercepted).
+# Keys in the metadata of an autograd node. A site is the innermost module and the torch function, or "".
 _SITE, _ORIGIN = "hf_mp's call site", "hf_mp's origin"
 
 
@@ -46,19 +45,27 @@ class NonfiniteOrigin:
     is_mask: bool = False  # only -inf, written on purpose
 
 
-# Origins that are never reported: of tensors made before, and of memory that was not written yet.
+# Never reported: of tensors made before, and of memory that was not written yet.
 _UNKNOWN, _UNWRITTEN = NonfiniteOrigin("not found", 0, is_mask=True), NonfiniteOrigin("not found", 0, is_mask=True)
 
 
+class _Inputs(NamedTuple):
+    """Tensor arguments of a call, examined before it."""
+
+    named: list[tuple[str, Tensor]]
+    states: dict[int, Finiteness | None]  # by storage, without an overwritten output; None for unwritten memory
+    origins: int  # number of origins before the call
+
+
 class NonfiniteTracker:
-    """Tracks the origin of non-finite values, in the forward by storage. Slow, because it reads all values.
+    """Tracks the origin of non-finite values by storage. Slow: it reads all values.
 
     Args:
-        entry: the module that is called; default: the model.
+        entry: the called module; default: the model.
         inputs: its input tensors by name.
 
     Attributes:
-        of_gradients: for each trained parameter, after the backward, the origin of a non-finite gradient, or None.
+        of_gradients: for each trained parameter, the origin of a non-finite gradient, or None.
     """
 
     def __init__(self, entry: nn.Module | None = None, inputs: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -69,17 +76,17 @@ class NonfiniteTracker:
 
     @contextmanager
     def tracking(self, mode: autocast, model: nn.Module) -> Iterator[None]:
-        """Track a forward of ``model`` under ``mode``, and its backward."""
-        # Not earlier: a rerun replaces split parameters by their masters.
+        """Track a forward of ``model``, and its backward."""
+        # A rerun has replaced split parameters by masters.
         parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
         self._record_initial_nonfinite(model)
-        # A forward uses aliases of parameters. Flat parameters share one storage.
+        # A forward uses aliases of parameters. Flat parameters share a storage.
         self._parameters = {(_storage_key(one), one.shape): name for name, one in parameters.items()}
         self._running = [name for name, module in modules.items() if module is self._entry] or [""]  # innermost last
         leaves: list[Any] = [get_gradient_edge(one).node for one in parameters.values() if one.requires_grad]
         with observe_calls(modules, mode, self._called, entered=self._entered, left=self._left):
             yield
-        # Nodes of leaves outlive this graph.
+        # Nodes of leaves outlive the graph.
         self.of_gradients = [leaf.metadata.pop(_ORIGIN, None) for leaf in leaves]
 
     def get(self, tensor: Tensor) -> NonfiniteOrigin | None:
@@ -87,7 +94,6 @@ class NonfiniteTracker:
         return self._origins.get(_storage_key(tensor)) if finiteness(tensor) else None
 
     def _record_initial_nonfinite(self, model: nn.Module) -> None:
-        """Record the inputs, parameters and buffers that are not finite."""
         for name, tensor in self._inputs:
             if finiteness(tensor) is Finiteness.NOT_FINITE:
                 ranges = ranges_of([(name, tensor)])
@@ -110,7 +116,7 @@ class NonfiniteTracker:
         self._running.pop()
 
     def _mark_nodes(self, value: Any, op: str = "") -> None:
-        """Record the site of the autograd nodes before ``value``, except leaves, and have their gradients checked."""
+        """Record the site of all new nodes behind ``value``, except leaves, and hook their gradients."""
         with torch._C.DisableTorchFunction():
             nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(value)]
         while nodes:
@@ -121,67 +127,61 @@ class NonfiniteTracker:
                 nodes += [before for before, _ in node.next_functions]
 
     def _called(self, watched: ObservedCall) -> Any:
-        """Make a call, and record the origins of its results."""
-        if (name := watched.name) is None:
+        op, args = watched.name, watched.args
+        if op is None:
             return watched.make()
-        args, kwargs = watched.args, watched.kwargs
-        self._mark_nodes((args, kwargs))  # of autograd functions, which are not intercepted
-        overwritten = args[0] if name in _OVERWRITES else kwargs.get("out")
-        with torch._C.DisableTorchFunction():
-            given = named_tensors(dict([*enumerate(args), *kwargs.items()]))
-            # Of several views of one storage, the worst comes last.
-            before = dict(sorted((_storage_key(one), self._state(one)) for _, one in given if one is not overwritten))
-        count = self._count
+        self._mark_nodes((args, watched.kwargs))  # of autograd functions, which are not intercepted
+        inputs = self._examine_inputs(op, args, watched.kwargs)
         result = watched.make()
-        self._mark_nodes(result, name)
+        self._mark_nodes(result, op)
         with torch._C.DisableTorchFunction():
             # `x[0] = y` returns None.
             outputs = [*tensors_in(args[:1] if result is None else result)]
-            if name in UNINITIALISED:
+            if op in UNINITIALISED:
                 self._origins.update(dict.fromkeys(map(_storage_key, outputs), _UNWRITTEN))
             else:
-                self._record_origins(name, given, before, count, outputs)
+                self._record_origins(op, inputs, outputs)
         return result
+
+    def _examine_inputs(self, op: str, args: Any, kwargs: Any) -> _Inputs:
+        overwritten = args[0] if op in _OVERWRITES else kwargs.get("out")
+        with torch._C.DisableTorchFunction():
+            named = named_tensors(dict([*enumerate(args), *kwargs.items()]))
+            # Of several views of one storage, the worst comes last.
+            states = sorted((_storage_key(one), self._state(one)) for _, one in named if one is not overwritten)
+        return _Inputs(named, dict(states), self._count)
 
     def _state(self, tensor: Tensor) -> Finiteness | None:
         """Return the finiteness of ``tensor``; None for unwritten memory."""
         return None if self._origins.get(_storage_key(tensor)) is _UNWRITTEN else finiteness(tensor)
 
-    def _origin_of_inputs(self, before: Mapping[int, Finiteness | None]) -> NonfiniteOrigin | None:
-        """Return the first origin of the worst input, a mask only if there is no other; None if all are finite."""
-        nonfinite = [(self._origins.get(storage, _UNKNOWN), state) for storage, state in before.items() if state]
+    def _origin_of_inputs(self, states: Mapping[int, Finiteness | None]) -> NonfiniteOrigin | None:
+        """Return the first origin of the worst input, a mask only if there is no other, or None."""
+        nonfinite = [(self._origins.get(storage, _UNKNOWN), state) for storage, state in states.items() if state]
         return min(nonfinite, key=lambda pair: (pair[0].is_mask, -pair[1], pair[0].order), default=(None,))[0]
 
-    def _record_origins(
-        self,
-        op: str,
-        given: list[tuple[str, Tensor]],
-        before: dict[int, Finiteness | None],
-        count: int,
-        outputs: list[Tensor],
-    ) -> None:
-        """Record the origins of ``outputs``, with the states of storages and the count of origins before the call."""
-        origin = self._origin_of_inputs(before)
+    def _record_origins(self, op: str, inputs: _Inputs, outputs: list[Tensor]) -> None:
+        """Record the origins of outputs that are less finite than their storage was before."""
+        origin = self._origin_of_inputs(inputs.states)
         is_known = origin is not None and not origin.is_mask
         for output in outputs:
             storage, state = _storage_key(output), finiteness(output)
-            if self._origins.get(storage, _UNKNOWN).order > count:  # recorded by a call inside this one
+            if self._origins.get(storage, _UNKNOWN).order > inputs.origins:  # recorded by a call inside this one
                 continue
-            # A view, or a part that was not written, was not finite before. Unwritten memory (None) may hold any bits.
-            was = before.get(storage, Finiteness.FINITE)
+            # Unwritten memory (None) may hold any bits.
+            was = inputs.states.get(storage, Finiteness.FINITE)
             became_worse = is_known if was is None else state > was
             if became_worse:
                 if origin is None or (origin.is_mask and state is not Finiteness.MINUS_INF):
-                    origin = self._origin_in_call(op, given, outputs, state)
+                    origin = self._origin_in_call(op, inputs.named, outputs, state)
                 self._origins[storage] = origin
-            elif storage not in before:  # new memory at the address of a freed storage
+            elif storage not in inputs.states:  # new memory at the address of a freed storage
                 self._origins.pop(storage, None)
 
     def _origin_in_call(
         self, op: str, given: list[tuple[str, Tensor]], outputs: list[Tensor], state: Finiteness
     ) -> NonfiniteOrigin:
-        """Return the origin of non-finite outputs: a weight that rounding makes inf, or the call."""
-        # Inputs that the call has overwritten are left out.
+        """Return the origin: a weight that rounding makes inf, or the call."""
         read = [(place, tensor) for place, tensor in given if not any(tensor is output for output in outputs)]
         shown = []
         for place, tensor in read:
@@ -200,21 +200,18 @@ class NonfiniteTracker:
         self, input_gradients: tuple[Tensor | None, ...], output_gradients: tuple[Tensor | None, ...]
     ) -> None:
         """Hook of a node: record the origin of non-finite ``input_gradients``."""
-        # Private API, because a hook that references its node is never freed.
+        # Private API: a hook that references its node is never freed.
         node: Any = torch._C._current_autograd_node()
         with torch._C.DisableTorchFunction():
-            pairs = zip(node.next_functions, input_gradients, strict=True)
-            receivers: list[Any] = [
-                after for (after, _), one in pairs if after is not None and one is not None and finiteness(one)
-            ]
-            if not receivers:
-                return
-            if (origin := node.metadata.get(_ORIGIN)) is None:
+            pairs: list[Any] = list(zip(node.next_functions, input_gradients, strict=True))
+            found = [(after, one) for (after, _), one in pairs if one is not None]
+            receivers = [after for after, one in found if after is not None and finiteness(one)]
+            origin = node.metadata.get(_ORIGIN)
+            if receivers and origin is None:
                 module, op = node.metadata[_SITE]
                 op = op or re.sub(r"Backward\d*$", "", node.name())
                 read = [(f"input {number}", one) for number, one in enumerate(output_gradients) if one is not None]
-                outputs = [one for one in input_gradients if one is not None]
-                origin = self._new_origin("backward", module, op, read, outputs)
+                origin = self._new_origin("backward", module, op, read, [one for _, one in found])
             for after in receivers:
                 after.metadata.setdefault(_ORIGIN, origin)
 
@@ -227,7 +224,7 @@ class NonfiniteTracker:
 
 
 def _origin_in_weight(name: str, tensor: Tensor, *, order: int = 0, rounded: Tensor | None = None) -> NonfiniteOrigin:
-    """Return the origin of a parameter or buffer that is not finite, or is not after it was ``rounded`` to 16 bits."""
+    """Return the origin of a parameter or buffer that is not finite, or not after it was ``rounded`` to 16 bits."""
     found = [(name, tensor), *([] if rounded is None else [(f"{name}, in 16 bits", rounded)])]
     return NonfiniteOrigin("weight", order, name.rpartition(".")[0], tensor=name, inputs=ranges_of(found))
 

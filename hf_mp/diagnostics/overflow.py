@@ -31,11 +31,11 @@ KEPT_ELEMENTS = 2**16  # in a stored gradient of an output: 256 KiB in FP32
 
 
 class OverflowExplainer(StepObserver):
-    """Replays a skipped step and reports the origin of the first inf or NaN; returned by :func:`explain_overflows`.
+    """Replays skipped steps; returned by :func:`explain_overflows`.
 
     Attributes:
-        reports: one :class:`OverflowReport` for each explained step, oldest first.
-        backwards: the micro-batches since the last step; with several optimizers, those that their steps have used.
+        reports: an :class:`OverflowReport` for each explained step, oldest first.
+        backwards: the micro-batches since the last step; with several optimizers, also those used.
     """
 
     def __init__(self, runtime: MixedPrecision) -> None:
@@ -44,7 +44,7 @@ class OverflowExplainer(StepObserver):
         self._clean_scale: float | None = None  # largest loss scale of an applied step
         self._unclean_steps = 0  # consecutive skips, without those of the search for the scale
         self._unclean_before = 0  # the same before the current step, which several optimizers may share
-        self._has_stepped = False  # whether an optimizer has used `backwards`
+        self._has_stepped = False
         self._keeps_all = False  # whether gradients of any size are stored
         self._at_first: list[Tensor] | None = None  # largest magnitude of each matrix at the first forward
         self.reports: list[OverflowReport] = []
@@ -56,20 +56,20 @@ class OverflowExplainer(StepObserver):
             self._at_first = _matrix_magnitudes(self._runtime.model)
         call = RecordedCall(forward, args, kwargs, forward.module().training, save_rng_states())
 
-        def forward_ended(outputs: Any) -> None:
-            for name, output in named_tensors(outputs):
-                if output.requires_grad:
-                    if output.numel() == 1:
-                        call.losses[name] = output.detach()
-                    is_kept = output.numel() <= KEPT_ELEMENTS or self._keeps_all
-                    # Only the graph references the call until a backward runs.
-                    output.register_hook(functools.partial(self._record_output_gradient, call, name, is_kept))
+        # Only the graph references the call until a backward runs.
+        return functools.partial(self._hook_outputs, call)
 
-        return forward_ended
+    def _hook_outputs(self, call: RecordedCall, outputs: Any) -> None:
+        trained = [(name, output) for name, output in named_tensors(outputs) if output.requires_grad]
+        for name, output in trained:
+            if output.numel() == 1:
+                call.losses[name] = output.detach()
+            is_kept = output.numel() <= KEPT_ELEMENTS or self._keeps_all
+            output.register_hook(functools.partial(self._record_output_gradient, call, name, is_kept))
 
     def _record_output_gradient(self, call: RecordedCall, name: str, is_kept: bool, gradient: Tensor | None) -> None:
-        """Record the gradient of an output in its backward, with its values if ``is_kept``."""
-        # check_gradients removes the observers. DDP passes None for an output without a gradient.
+        """Record the gradient of an output, with its values if ``is_kept``."""
+        # check_gradients removes observers. DDP passes None for outputs without a gradient.
         if gradient is None or self not in self._runtime.observers:
             return
         self._drop_used()
@@ -84,49 +84,49 @@ class OverflowExplainer(StepObserver):
             self.backwards[-1].largest = largest
 
     def _drop_used(self) -> None:
-        """Drop the micro-batches that an optimizer has used."""
         if self._has_stepped:
             self.backwards, self._has_stepped = [], False
 
     def on_step_finished(self, report: StepReport) -> None:
-        """Drop the recorded micro-batches, and explain the step if it was skipped unexpectedly."""
-        backwards, scaler = self.backwards, self._runtime.scaler
+        """Explain the step if it was skipped unexpectedly."""
+        backwards = self.backwards
         if not self._runtime.is_joint_step:
             self._unclean_before = self._unclean_steps
-        was_unclean = self._unclean_steps > self._unclean_before
-        # First, so that inputs are freed even if the code below raises. After a step that was applied, another
-        # optimizer may find an overflow in the same micro-batches.
+        another_optimizer_skipped = self._unclean_steps > self._unclean_before
+        # First, so that inputs are freed in any case. After an applied step, another optimizer may use them.
         self._has_stepped = True
         if report.overflow or len(self._runtime.guards) < 2:
             self._drop_used()
-        if was_unclean:
+        if another_optimizer_skipped:
             return
         if not report.overflow:
-            self._clean_scale = max(self._clean_scale or 0.0, scaler.get_scale())
+            self._clean_scale = max(self._clean_scale or 0.0, self._runtime.scaler.get_scale())
             self._unclean_steps, self._keeps_all = 0, False
             return
         failed = failed_backwards(backwards)
-        # Overflows of the search for the scale are expected.
-        is_search = scaler.get_scale() > scaler.smallest_scale and scaler.state.is_searching_scale(self._clean_scale)
-        if is_search and not any(backward.has_nonfinite_loss() for backward in failed):
-            return
+        if self._is_searching_scale() and not any(backward.has_nonfinite_loss() for backward in failed):
+            return  # expected
         self._unclean_steps = self._unclean_before + 1
         is_power_of_two = self._unclean_steps & (self._unclean_steps - 1) == 0
         if failed and is_power_of_two:
             self._publish(self._explain(failed, backwards))
 
+    def _is_searching_scale(self) -> bool:
+        scaler = self._runtime.scaler
+        return scaler.get_scale() > scaler.smallest_scale and scaler.state.is_searching_scale(self._clean_scale)
+
     def on_detach(self) -> None:
         self.backwards.clear()
 
     def overflow_advice(self) -> str:
-        """Return the advice and findings of the last report; ``""`` after a clean step or without a report."""
+        """Return advice and findings of the last report; ``""`` after a clean step."""
         if not self.reports or not self._unclean_steps:
             return ""
         last = self.reports[-1]
         return f"{last.advice or DEFAULT_ADVICE}\nThe last one that was replayed:\n{last.findings}"
 
     def _explain(self, failed: list[RecordedBackward], backwards: list[RecordedBackward]) -> OverflowReport:
-        """Replay ``failed`` micro-batches until an origin is found; return the last report."""
+        """Replay micro-batches until an origin is found; return the last report."""
         scaler, growth = self._runtime.scaler, self._weight_growth()
         for backward in failed:
             report = OverflowReport(
@@ -141,7 +141,7 @@ class OverflowExplainer(StepObserver):
             )
             try:
                 report = replay(self._runtime, backward, report)
-                # A gradient that was not stored may be the reason.
+                # A missing gradient may be the reason.
                 self._keeps_all = self._keeps_all or report.phase == "not found"
             except Exception as error:  # a replay must not end the training
                 report = replace(report, notes=(f"the replay failed: {type(error).__name__}: {error}",))
@@ -150,7 +150,7 @@ class OverflowExplainer(StepObserver):
         return report
 
     def _weight_growth(self) -> float | None:
-        """Return the median growth of trained matrices since the first forward, a factor; None if it is unknown."""
+        """Return the median growth factor of trained matrices since the first forward, or None."""
         model, before = self._runtime.model, self._at_first
         now = [] if model is None else _matrix_magnitudes(model)
         if not before or len(now) != len(before):  # parameters were frozen or unfrozen
@@ -160,7 +160,6 @@ class OverflowExplainer(StepObserver):
         return growth.median().item() if growth.numel() else None
 
     def _publish(self, report: OverflowReport) -> None:
-        """Store ``report``, and log it if its origin is new."""
         # An inf of another rank is explained there.
         if is_distributed() and report.phase == "not found" and not report.notes:
             return
@@ -172,7 +171,7 @@ class OverflowExplainer(StepObserver):
 
 @on_stored_values
 def _matrix_magnitudes(model: nn.Module) -> list[Tensor]:
-    """Return the largest magnitude of each trained matrix of ``model``, FP32 of shape (); 0 for an empty shard."""
+    """Return the largest magnitude of each trained matrix, FP32 of shape ()."""
     matrices = [
         one for one in model_parameters(model) if one.requires_grad and one.is_floating_point() and one.ndim > 1
     ]
@@ -183,14 +182,13 @@ def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:
     """Explain every skipped step, except those of the loss scaler's search for its scale.
 
     A step stores references to its inputs and copies of the RNG states. If it is skipped, its micro-batch is replayed,
-    forward and backward, without side effects. Each new origin is logged as a warning. Of consecutive skipped steps the
-    1st, 2nd, 4th, 8th, ... are replayed.
+    and each new origin is logged as a warning. Of consecutive skipped steps the 1st, 2nd, 4th, 8th, ... are replayed.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
 
     Returns:
-        The explainer, with its ``reports``; the same one for each call with a model.
+        The explainer; the same one for each call with a model.
 
     Raises:
         TypeError: if ``model`` is neither.
@@ -206,12 +204,11 @@ def explain_overflows(model: nn.Module | MixedPrecision) -> OverflowExplainer:
 
 
 def find_observer(runtime: MixedPrecision, kind: type[_Observer]) -> _Observer | None:
-    """Return the runtime's observer of class ``kind``, or None."""
     return next((observer for observer in runtime.observers if isinstance(observer, kind)), None)
 
 
 def runtime_of(model: Any) -> MixedPrecision:
-    """Return the runtime attached to ``model``, or ``model`` if it is one; a ValueError if there is none."""
+    """Return the runtime of ``model``, which may be one; raise a ValueError if there is none."""
     runtime = model if isinstance(model, MixedPrecision) else attached_runtime(model)
     if runtime is None:
         raise ValueError(
@@ -221,17 +218,14 @@ def runtime_of(model: Any) -> MixedPrecision:
 
 
 def attached_runtime(model: nn.Module) -> MixedPrecision | None:
-    """Return the runtime attached to ``model`` or to a model inside it, or None; a TypeError for another type."""
+    """Return the runtime attached to ``model`` or a model inside it, or None."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is of type {type(model).__name__}: pass the nn.Module that is trained")
     return next(iter(runtimes_of(model)), None)
 
 
 def failed_backwards(backwards: list[RecordedBackward]) -> list[RecordedBackward]:
-    """Return the first micro-batch after which the gradients overflow, or all.
-
-    If gradients were not measured, as at a loss scale of 1 without healing, those with a non-finite loss come first.
-    """
+    """Return the first micro-batch after which the gradients overflow; if they were not measured, all."""
     if all(backward.largest is not None for backward in backwards):
         failed = [b for b in backwards if b.largest is not None and not b.largest.item() < OVERFLOW_LIMIT]
         return failed[:1] or backwards

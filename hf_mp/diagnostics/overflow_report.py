@@ -1,4 +1,4 @@
-"""``OverflowReport``: the origin of the first inf or NaN of a skipped step."""
+"""``OverflowReport``: the origin of an overflow."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ class OverflowReport:
 
     The square of 2**64 is inf in FP32: Adam's second moment would become inf, and stay inf.
 
+    Fields about FP32, BF16, rules and smaller scales are None if that was not tried.
+
     Attributes:
-        step: number of the optimizer step, from 1.
-        micro_batch: number of the backward within the step, from 1.
+        step: from 1.
+        micro_batch: number of the backward in the step, from 1.
         micro_batches: backwards in the step.
-        rank: the rank in distributed training; else 0.
+        rank: in distributed training; else 0.
         phase: kind of origin. ``"input"``: the batch. ``"weight"``: a parameter or buffer, or its FP16 rounding.
             ``"forward"``, ``"backward"``: an op with finite inputs. ``"loss outside of the model"``: the gradient of a
             model output. ``"not found"``: see ``notes``.
-        module: name of the module in the attached model; ``""`` is the model itself.
-        op: torch's name of the function that the module called, also in a backward.
+        module: its name in the attached model; ``""`` is the model itself.
+        op: torch's name of the called function, also in a backward.
         tensor: name of the input, weight or output; ``""`` for an op.
-        inputs, outputs: ranges of the input and output tensors of the op.
-        nonfinite_gradients: names of the parameters with a gradient of inf, NaN or 2**64 in this micro-batch.
-        loss_scale: loss scale of the step.
-        smaller_scale_helps: whether the backward is finite at a smaller loss scale; None if not tried.
-        largest_finite_scale: largest power of two at which it is finite; None if not tried or if there is none.
+        inputs, outputs: ranges of the op's tensors.
+        nonfinite_gradients: parameters with a gradient of inf, NaN or 2**64.
+        loss_scale: of the step.
+        smaller_scale_helps: whether the backward is finite at a smaller loss scale.
+        largest_finite_scale: largest power of two at which it is finite; None also if there is none.
         smallest_scale: lower bound of the loss scale.
-        finite_in_fp32: whether the micro-batch is finite without autocast; None if not tried.
-        finite_in_bf16: whether it is finite in BF16; None if not tried.
-        rules: rules that ``on_overflow="heal"`` would add. Empty if none is needed or none helps; None if not tried.
+        finite_in_fp32, finite_in_bf16: whether the micro-batch is finite without autocast, and in BF16.
+        rules: those that ``on_overflow="heal"`` would add. Empty if none is needed or none helps.
         notes: further observations.
-        weight_growth: the factor by which the largest magnitude of a trained matrix has grown since the first forward,
-            in the median; None if it was not measured.
+        weight_growth: median factor by which the largest magnitudes of trained matrices have grown since the first
+            forward; None if not measured.
     """
 
     step: int
@@ -68,12 +69,10 @@ class OverflowReport:
 
     @property
     def culprit(self) -> tuple[str, str, str, str]:
-        """Key of the origin, equal for reports with the same one."""
         return self.phase, self.module, self.op, self.tensor
 
     @property
     def headline(self) -> str:
-        """Origin in one sentence, without a full stop."""
         module = f"module {self.module!r}" if self.module else "the model itself"
         return {
             "input": f"The batch contains inf or NaN: {self.tensor!r}, as it enters the model",
@@ -88,14 +87,12 @@ class OverflowReport:
 
     @property
     def _in_16_bits(self) -> str:
-        """``" in FP16"`` if only the rounding of a weight is not finite, else ``""``."""
-        # The first range is that of the weight itself, the second that of its cast.
-        is_finite = all(found.inf_count == found.nan_count == 0 for found in self.inputs[:1])
-        return " in FP16" if is_finite and self.inputs else ""
+        # The first range is that of the weight, the second of its cast.
+        is_weight_finite = bool(self.inputs) and self.inputs[0].inf_count == self.inputs[0].nan_count == 0
+        return " in FP16" if is_weight_finite else ""
 
     @property
     def advice(self) -> str:
-        """Advice for the user; empty if there is none."""
         return " ".join(filter(None, (self._advice_on_divergence, self._advice_on_origin)))
 
     @property
@@ -124,34 +121,32 @@ class OverflowReport:
             return "In FP32 the same micro-batch is not finite either: the cause is the model or its data."
         if self.finite_in_fp32:
             return f"In FP32 the same micro-batch is finite. {self._way_out}"
-        other_weight = "Go back to an earlier checkpoint, or load other weights."
         return {
             "input": "Clean the data.",
-            "weight": self._way_out if self._in_16_bits else other_weight,
+            "weight": self._way_out if self._in_16_bits else "Go back to an earlier checkpoint, or load other weights.",
             "loss outside of the model": "Look for a division by zero, a logarithm or root of zero, or too large a "
             "factor in the loss.",
         }.get(self.phase, f"FP32 was not tried; it may be finite there. {self._way_out}")
 
     @property
     def _way_out(self) -> str:
-        """Advice to keep values in FP16's range, without precisions that failed."""
+        """Advice without precisions that failed."""
         rules = {self.module: "fp32"} if self.rules is None else self.rules
-        found = f"Pass rules={rules}" if rules else "Let on_overflow='heal' keep it in range"
+        way_out = f"Pass rules={rules}" if rules else "Let on_overflow='heal' keep it in range"
+        if self.finite_in_bf16 is False:
+            return f"{way_out}. In BF16 it is not finite."
         # BF16 holds a weight beyond FP16's range, without a trial.
-        if self.finite_in_bf16 or self.phase == "weight":
-            found += ", or train in bf16"
-        return f"{found}. In BF16 it is not finite." if self.finite_in_bf16 is False else f"{found}."
+        fits_bf16 = self.finite_in_bf16 or self.phase == "weight"
+        return f"{way_out}, or train in bf16." if fits_bf16 else f"{way_out}."
 
     @property
     def findings(self) -> str:
-        """The report without the advice."""
         rank = f", rank {self.rank}" if self.rank else ""
         lines = [
             f"Step {self.step} (micro-batch {self.micro_batch} of {self.micro_batches}{rank}) was skipped at loss "
             f"scale {scale_text(self.loss_scale)}. {self.headline}."
         ]
-        lines += [f"  in:  {found}" for found in self.inputs]
-        lines += [f"  out: {found}" for found in self.outputs]
+        lines += [*(f"  in:  {found}" for found in self.inputs), *(f"  out: {found}" for found in self.outputs)]
         if self.nonfinite_gradients:
             names, more = self.nonfinite_gradients[:5], len(self.nonfinite_gradients) - 5
             lines.append(f"  spoiled gradients: {', '.join(names)}{f' and {more} more' if more > 0 else ''}")
@@ -162,7 +157,7 @@ class OverflowReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OverflowReport:
-        """Make a report from the fields of ``dataclasses.asdict`` in JSON, which has lists instead of tuples."""
+        """Make a report from the JSON of ``dataclasses.asdict``."""
         ranges = {
             name: tuple(TensorRange(**{**found, "shape": tuple(found["shape"])}) for found in values[name])
             for name in ("inputs", "outputs")

@@ -1,4 +1,4 @@
-"""``record_precision``: writes the precision log of a run."""
+"""``record_precision``: the precision log of a run."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PrecisionRecorder(StepObserver):
     """Writes the log of a run; returned by :func:`record_precision`.
 
     Attributes:
-        latest: the magnitudes of the last recorded step that was not skipped, or None.
-        run_directory: the directory of the log.
+        latest: magnitudes of the last recorded step, or None.
+        run_directory: of the log.
     """
 
     def __init__(
@@ -71,17 +71,18 @@ class PrecisionRecorder(StepObserver):
         self._begin()  # not earlier: a run without a step adds nothing to the log
         scale, largest = self._runtime.scaler.get_scale(), report.largest_gradient
         reports = self._write_new()
-        new: dict[str, Any] = {
-            "step": self._runtime.stats.steps + 1,
-            "loss_scale": scale,
-            "headroom": round(headroom_left(scale, largest), 3) if largest and not report.overflow else None,
-            "skipped": report.overflow,
-            "cause": "" if not report.overflow else reports[-1].headline if reports else UNEXPLAINED,
-        }
-        if self._runtime.is_joint_step and (self._record["skipped"] or not report.overflow):
-            new = self._record  # an overflow that one of several optimizers has found is that of the step
-        self._record = new
-        self._log.write("step", **new)
+        cause = reports[-1].headline if reports else UNEXPLAINED
+        # An overflow that one of several optimizers has found is that of the step.
+        adds_nothing = self._runtime.is_joint_step and (self._record["skipped"] or not report.overflow)
+        if not adds_nothing:
+            self._record = {
+                "step": self._runtime.stats.steps + 1,
+                "loss_scale": scale,
+                "headroom": round(headroom_left(scale, largest), 3) if largest and not report.overflow else None,
+                "skipped": report.overflow,
+                "cause": cause if report.overflow else "",
+            }
+        self._log.write("step", **self._record)
         collector, self._collector = self._collector, None
         if collector is not None and report.overflow:
             collector.close()
@@ -113,13 +114,12 @@ class PrecisionRecorder(StepObserver):
         Raises:
             OSError: if it cannot be written.
         """
-        # Imports jinja2, which a run without a page does not need.
+        # Imports jinja2.
         from hf_mp.diagnostics.report import write_report
 
         return write_report(self.run_directory, path)
 
     def _begin(self) -> None:
-        """Write the record of the start, once."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -141,7 +141,6 @@ class PrecisionRecorder(StepObserver):
         )
 
     def _write_new(self) -> list[OverflowReport]:
-        """Write new overflow reports and remedies; return the reports."""
         # They may be attached after the recorder.
         explainer, healer = find_observer(self._runtime, OverflowExplainer), find_observer(self._runtime, Healer)
         reports = [] if explainer is None else explainer.reports[self._written_reports :]
@@ -162,28 +161,27 @@ def record_precision(
     histogram_steps: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> PrecisionRecorder:
-    """Record the precision of a run in ``RUN_DIR/precision_log.jsonl``.
+    """Record the precision of a run in ``RUN_DIR/precision_log.jsonl``. Training is the same bit for bit.
 
     Every step is recorded with loss scale, headroom and the cause of a skip; every ``histogram_steps`` steps also the
-    magnitudes of activations, their gradients, weights, weight gradients and updates by layer. Training is the same
-    bit for bit. ``recorder.write_report()`` and ``hf-mp report RUN_DIR`` write a page from the log.
+    magnitudes of activations, their gradients (in the first micro-batch), weights, weight gradients and updates by
+    layer. ``recorder.write_report()`` and ``hf-mp report RUN_DIR`` write a page from the log.
 
-    Activations and their gradients are those of a step's first micro-batch. With several optimizers, the first one to
-    step counts. With several processes, call this in one of them. The log names the tensors that cannot be recorded
-    (modules in a compiled model, parameters under FSDP).
+    With several optimizers, the first one to step counts. With several processes, call this in one of them. The log
+    names the tensors that cannot be recorded (of compiled models, under FSDP).
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
         run_directory: created if missing; the log of an earlier run there is continued.
         histogram_steps: interval between histograms, in steps; default 0: never.
-        settings: further entries for the report, for JSON.
+        settings: further entries for the report, as JSON.
 
     Returns:
         The recorder; the same one for each call with a model.
 
     Raises:
         TypeError: if ``model`` is neither, or for settings that are not JSON.
-        ValueError: for a model that is not attached, an invalid ``histogram_steps``, or other settings than before.
+        ValueError: for a model that is not attached, or invalid or other settings than before.
     """
     runtime = runtime_of(model)
     if not runtime.policy.is_mixed:

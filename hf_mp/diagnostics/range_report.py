@@ -17,15 +17,14 @@ CLOSE_DOUBLINGS = 2.0
 
 @dataclass(frozen=True)
 class RangeReport:
-    """Ranges of a model's values, op by op. ``print`` shows the ops that overflow in FP16 or come close.
+    """Ranges of a model's values by op. ``print`` shows those that overflow in FP16 or come close.
 
     Attributes:
-        model: name of the model's class.
+        model: class name.
         precision: the policy.
-        batches: number of batches.
+        batches: their number.
         ops: every op by module, in the order of the forward.
-        rules: they keep all ops in range with 2 doublings to spare; for any ``rules=`` of hf_mp. Empty if none is
-            needed.
+        rules: for any ``rules=`` of hf_mp: they keep all ops in range with 2 doublings to spare.
         notes: further observations.
     """
 
@@ -38,7 +37,6 @@ class RangeReport:
 
     @property
     def overflows(self) -> tuple[OpRange, ...]:
-        """The ops that overflow in FP16."""
         return tuple(op for op in self.ops if op.overflows)
 
     @property

@@ -1,7 +1,6 @@
 """Measures the magnitudes of a forward and backward, op by op.
 
-The forward runs in BF16 instead of FP16, with FP32's exponents: nothing overflows, and values beyond FP16's range are
-measured to BF16's 8 bits.
+The forward runs in BF16: nothing overflows, and values beyond FP16's range are measured to 8 bits.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hf_mp.kernels.nested import tensors_in
 from hf_mp.scaling.rules import FP16_MAX
 
 RANGE_DTYPE = torch.bfloat16  # replaces FP16
-# Ops with a weight: those of "scaled" rules, and that of stacked experts.
+# Ops with a weight.
 _WEIGHTED = {**WITH_WEIGHTS, "_grouped_mm": ScalableOp((0, "input"))}
 MASK = -1e37  # smaller values are masks, for example finfo(dtype).min
 
@@ -37,12 +36,11 @@ class OpRange:
     Attributes:
         module: name of the module; ``""`` is the model itself.
         op: torch's name of the op.
-        largest: largest magnitude of the results and, for a lower-precision op, of the operands; NaN for inf or NaN.
-        is_fp16: whether these values are FP16 in training.
-        least: minimum over the calls of the largest magnitude of the results; 0 for FP32 results.
-        is_origin: whether ``largest`` is beyond the limit in a call with 16-bit inputs within it.
-        fp16_gradient: largest magnitude of the unscaled gradients of results and operands that are FP16; None if there
-            are none.
+        largest: of the results and, for a lower-precision op, the operands; NaN for inf or NaN.
+        is_fp16: whether these are FP16 in training.
+        least: minimum over the calls of the largest result; 0 for FP32 results.
+        is_origin: whether a call exceeds the limit with 16-bit inputs within it.
+        fp16_gradient: largest unscaled gradient of FP16 results and operands, or None.
     """
 
     module: str
@@ -55,12 +53,11 @@ class OpRange:
 
     @property
     def headroom(self) -> float:
-        """Doublings of ``largest`` until 65504, FP16's largest number: negative beyond it, inf for zeros."""
+        """Doublings of ``largest`` until 65504: negative beyond it, inf for zeros."""
         return math.log2(FP16_MAX / self.largest) if self.largest else math.inf
 
     @property
     def overflows(self) -> bool:
-        """Whether ``largest`` is inf or NaN in FP16."""
         return self.is_fp16 and not self.largest <= FP16_MAX
 
     def is_within(self, doublings: float) -> bool:
@@ -68,8 +65,8 @@ class OpRange:
         return self.is_fp16 and not self.overflows and self.headroom < doublings
 
     def with_call(self, call: OpRange) -> OpRange:
-        """Return the range of the earlier calls and of ``call``, which has no gradient yet."""
-        # FP32 values count only if no call has FP16 values.
+        """Return the range of these calls and ``call``, which has no gradient yet."""
+        # FP32 values count only without FP16 values.
         held = [one for one in (self, call) if one.is_fp16] or [self, call]
         return replace(
             self,
@@ -81,7 +78,7 @@ class OpRange:
 
 
 class _Before(NamedTuple):
-    """Magnitudes before a call, which may write to its inputs."""
+    """Magnitudes before a call, which may overwrite its inputs."""
 
     operands: list[Tensor]  # of a lower-precision op; else empty
     largest: float  # of the operands
@@ -93,7 +90,7 @@ class RangeRecorder:
 
     Args:
         limit: largest magnitude in range; default FP16's largest number.
-        backward: whether gradients are recorded too, by hooks; default False.
+        backward: also record gradients, by hooks; default False.
     """
 
     def __init__(self, limit: float = FP16_MAX, *, backward: bool = False) -> None:
@@ -110,29 +107,32 @@ class RangeRecorder:
         return tuple(self._found.values())
 
     def _record(self, call: ObservedCall) -> Any:
-        """Make a call and record its magnitudes."""
-        if (name := call.name) is None or name in UNINITIALISED:
+        name = call.name
+        if name is None or name in UNINITIALISED:
             return call.make()
         is_lowered = call.entry.rule is CastRule.LOWER_PRECISION and call.mode.dtype is RANGE_DTYPE
         given = call.args, call.kwargs
-        # Without torch functions: the measurement must not be cast or recorded.
+        # The measurement must not be cast or recorded.
         with torch._C.DisableTorchFunction(), torch.no_grad():
             operands = _floating(given) if is_lowered else []
-            read = _largest_read(name, given) if is_in_place(name) else None
-            before = _Before(operands, _largest(operands), read)
+            before = _Before(
+                operands,
+                largest=_largest(operands),
+                largest_read=_largest_read(name, given) if is_in_place(name) else None,
+            )
         result = call.make()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self._add_call((call.module, name), given, before, _new_results(name, result, given))
         return result
 
     def _add_call(self, key: tuple[str, str], given: Any, before: _Before, outputs: list[Tensor]) -> None:
-        """Add a call with the arguments ``given`` to the range of ``key``, the names of module and op."""
+        """Add a call to the range of ``key``, the names of module and op."""
         if not (outputs or before.operands):
             return
         results = [output for output in outputs if output.dtype is RANGE_DTYPE]
         in_16_bits = [*results, *before.operands]
-        least = _largest(results)
-        largest = max_of([before.largest, least])
+        largest_result = _largest(results)
+        largest = max_of([before.largest, largest_result])
         is_origin = False
         if not largest <= self._limit:  # NaN is beyond the limit too
             read = _largest_read(key[1], given) if before.largest_read is None else before.largest_read
@@ -141,7 +141,7 @@ class RangeRecorder:
             *key,
             largest=largest if in_16_bits else _largest(outputs),
             is_fp16=bool(in_16_bits),
-            least=least,
+            least=largest_result,
             is_origin=is_origin,
         )
         self._found[key] = self._found.get(key, found).with_call(found)
@@ -153,21 +153,17 @@ class RangeRecorder:
         if gradient is not None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 largest = _largest([gradient])
-            before = self._found[key].fp16_gradient or 0.0
-            self._found[key] = replace(self._found[key], fp16_gradient=max_of([before, largest]))
+            found = self._found[key]
+            self._found[key] = replace(found, fp16_gradient=max_of([found.fp16_gradient or 0.0, largest]))
 
 
-def _activations(op: str, inputs: tuple[Any, Any]) -> Any:
-    """Return the arguments of an op, without weight and bias."""
-    if op not in _WEIGHTED:
-        return inputs
-    (args, kwargs), (place, name) = inputs, _WEIGHTED[op].input
-    return args[place] if len(args) > place else kwargs[name]
-
-
-def _largest_read(op: str, given: Any) -> float:
-    """Return the largest magnitude of the 16-bit activations that an op reads."""
-    return _largest(tensor for tensor in tensors_in(_activations(op, given)) if tensor.dtype is RANGE_DTYPE)
+def _largest_read(op: str, given: tuple[Any, Any]) -> float:
+    """Return the largest magnitude of the 16-bit inputs of an op, without weight and bias."""
+    inputs: Any = given
+    if op in _WEIGHTED:
+        (args, kwargs), (place, name) = given, _WEIGHTED[op].input
+        inputs = args[place] if len(args) > place else kwargs[name]
+    return _largest(tensor for tensor in tensors_in(inputs) if tensor.dtype is RANGE_DTYPE)
 
 
 def _floating(given: Any) -> list[Tensor]:
@@ -180,15 +176,16 @@ def is_in_place(op: str) -> bool:
 
 
 def _new_results(op: str, result: Any, given: Any) -> list[Tensor]:
-    """Return the floating tensors that a call has computed: not views, which the earlier op has recorded."""
+    """Return the floating tensors that a call has computed, without views."""
     found = [tensor for tensor in _floating(result) if tensor.numel()]
-    read = () if is_in_place(op) or not found else tensors_in(given)
-    storages = {t.untyped_storage()._cdata for t in read if t.layout is torch.strided}
-    return [t for t in found if t.untyped_storage()._cdata not in storages]
+    if is_in_place(op) or not found:
+        return found
+    storages_read = {t.untyped_storage()._cdata for t in tensors_in(given) if t.layout is torch.strided}
+    return [t for t in found if t.untyped_storage()._cdata not in storages_read]
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """Return the largest magnitude without -inf and masks; NaN for inf or NaN, 0 for no values."""
+    """Return the largest magnitude without masks; NaN for inf or NaN, 0 for none."""
     values = [real_values(tensor.detach()) for tensor in tensors if tensor.is_floating_point()]
     found = largest_magnitude(values).item()
     if not found < -MASK:

@@ -1,4 +1,4 @@
-"""Remedies for values beyond FP16's range: pure functions."""
+"""Remedies for values beyond FP16's range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_mp.diagnostics.ranges import OpRange, is_in_place
 from hf_mp.scaling.rules import FP16_MAX, scale_with_headroom
 from hf_mp.scaling.scalers import LossScaleError
 
-SPARE_DOUBLINGS = 4  # by which a divided result may still grow
+SPARE_DOUBLINGS = 4
 MOST_DIVIDED = 2**12  # brings results of magnitude 1 near FP16's smallest normal number, 2**-14
 
 
@@ -22,9 +22,9 @@ class Remedy:
     Attributes:
         remedy: its key in :data:`REMEDIES`.
         rules: the autocast rules that it adds.
-        module, op: the place of values beyond FP16's range.
+        module, op: with values beyond FP16's range.
         largest: their largest magnitude; FP16 ends at 65504.
-        step: number of the optimizer step that added it, from 1.
+        step: number of the step that added it, from 1.
     """
 
     remedy: str
@@ -40,18 +40,18 @@ class Remedy:
 
 
 def _divided_product(found: OpRange, held: Mapping[str, str]) -> dict[str, str]:
-    """Return a rule that divides the input of a matmul by a power of two; empty if that cannot help."""
+    """Return a rule that divides the input of a matmul; empty if that cannot help."""
     key, excess = f"{found.module}:{found.op}", found.largest / FP16_MAX
-    before = parse_divisor(held[key]) if key in held else 1  # None for another rule
-    if before is None or found.op not in SCALABLE or not math.isfinite(excess):
+    active = parse_divisor(held[key]) if key in held else 1  # None for another rule
+    if active is None or found.op not in SCALABLE or not math.isfinite(excess):
         return {}
-    divisor = before * 2 ** (max(math.ceil(excess).bit_length(), 1) + SPARE_DOUBLINGS)
-    # The smallest results, which were measured divided by `before`, must stay normal in FP16.
-    is_normal = divisor <= MOST_DIVIDED * max(1.0, found.least * before)
-    return {key: f"scaled/{divisor}"} if is_normal and divisor <= MOST_SCALED else {}
+    divisor = active * 2 ** (max(math.ceil(excess).bit_length(), 1) + SPARE_DOUBLINGS)
+    # The smallest results, measured after the active division, must stay normal in FP16.
+    keeps_normal = divisor <= MOST_DIVIDED * max(1.0, found.least * active)
+    return {key: f"scaled/{divisor}"} if keeps_normal and divisor <= MOST_SCALED else {}
 
 
-# The smallest first. Each returns the rules to add to the active ones, `held`; empty if it does not apply.
+# The smallest first. Each returns rules, or none if it does not apply; `held` are the active ones.
 REMEDIES: dict[str, Callable[[OpRange, Mapping[str, str]], dict[str, str]]] = {
     "the product of divided numbers": _divided_product,
     # The target of an in-place op stays 16-bit.
@@ -61,35 +61,36 @@ REMEDIES: dict[str, Callable[[OpRange, Mapping[str, str]], dict[str, str]]] = {
 
 
 def next_remedy(found: OpRange, held: Mapping[str, str]) -> Remedy:
-    """Return the smallest remedy for ``found`` that is larger than those in ``held``, the active rules.
+    """Return the smallest remedy for ``found`` that is larger than the active rules ``held``.
 
     Raises:
         CannotHealError: if all remedies have been tried.
     """
-    offers = [(name, rules) for name, rules_of in REMEDIES.items() if (rules := rules_of(found, held))]
+    all_rules = {name: rules_of(found, held) for name, rules_of in REMEDIES.items()}
+    offers = [Remedy(name, rules, found.module, found.op, found.largest) for name, rules in all_rules.items() if rules]
     # An active remedy has not helped, nor would a smaller one.
-    tried = [index for index, (_, rules) in enumerate(offers) if rules.items() <= held.items()]
-    left = offers[max(tried, default=-1) + 1 :]
-    if not left:
+    while any(offer.rules.items() <= held.items() for offer in offers):
+        offers.pop(0)
+    if not offers:
         raise CannotHealError(
             f"{found.op!r} in {found.module!r} stays out of FP16's range with every remedy: use precision='bf16'"
         )
-    return Remedy(*left[0], found.module, found.op, found.largest)
+    return offers[0]
 
 
 def first_out_of_range(ranges: Iterable[OpRange]) -> list[OpRange]:
-    """Return the ops with values out of range from inputs in range. A remedy for these may help later ops too."""
+    """Return the ops with values out of range from inputs in range."""
     return [found for found in ranges if found.is_origin and math.isfinite(found.largest)]
 
 
 def fitting_scale(ranges: Iterable[OpRange], scale: float) -> float:
-    """Return the largest loss scale at which all gradients are in FP16's range; ``scale`` without gradients."""
+    """Return the largest loss scale with all gradients in FP16's range; ``scale`` without gradients."""
     largest = max((found.fp16_gradient or 0.0 for found in ranges), default=0.0)
     return scale_with_headroom(largest, 1.0) if largest else scale
 
 
 def merged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Merge the rules of several ranks in any order. Of two rules for one key, the wider range has priority."""
+    """Merge the rules of several ranks. Of two for one key, the wider range has priority."""
     found: dict[str, str] = {}
     for rules in several:
         for key, value in rules.items():

@@ -1,4 +1,4 @@
-"""Replays one micro-batch of a failed step: finds the origin of the first inf or NaN, and a remedy."""
+"""Replays one micro-batch of a failed step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TOO_LARGE = (
 
 
 def replay(runtime: MixedPrecision, backward: RecordedBackward, report: OverflowReport) -> OverflowReport:
-    """Run a micro-batch again without side effects, and return ``report`` with its origin and notes.
+    """Run a micro-batch again, and return ``report`` with its origin and notes.
 
     Raises:
         RuntimeError: if that needs other ranks.
@@ -44,8 +44,7 @@ def replay(runtime: MixedPrecision, backward: RecordedBackward, report: Overflow
     rerun = run_again(runtime, backward, tracker.tracking, dtype=dtype, scale=scale, with_gradients=has_all_gradients)
     if difference := _describe_difference(backward, rerun.outputs):
         return replace(report, notes=(difference,))
-    limit = OVERFLOW_LIMIT * scale
-    too_large = [name for name, gradient in rerun.gradients.items() if finiteness(gradient, limit)]
+    too_large = [name for name, gradient in rerun.gradients.items() if finiteness(gradient, OVERFLOW_LIMIT * scale)]
     report = replace(report, nonfinite_gradients=tuple(too_large))
     # In the order of a step: an earlier non-finite value is the origin of later ones.
     origin = (
@@ -55,13 +54,13 @@ def replay(runtime: MixedPrecision, backward: RecordedBackward, report: Overflow
     )
     if origin is not None:
         return _with_origin(runtime, model, backward, report, origin)
-    if not has_all_gradients:
-        return replace(report, notes=(_NOT_KEPT,))
-    return replace(report, notes=(_TOO_LARGE,)) if too_large else report
+    if has_all_gradients and not too_large:
+        return report
+    return replace(report, notes=(_TOO_LARGE if has_all_gradients else _NOT_KEPT,))
 
 
 def _check_needs_no_other_rank(model: nn.Module) -> None:
-    """Raise a RuntimeError if a forward makes collective calls, because not every rank replays."""
+    """Raise a RuntimeError if a forward makes collective calls: not every rank replays."""
     if is_distributed() and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise RuntimeError("SyncBatchNorm communicates with the other processes, which do not replay")
     if is_sharded(model) or any(map(is_dtensor, model.parameters())):
@@ -75,7 +74,6 @@ def _with_origin(
     report: OverflowReport,
     origin: NonfiniteOrigin,
 ) -> OverflowReport:
-    """Return ``report`` with ``origin``, a diagnosis and a note on buffers."""
     found = {name: getattr(origin, name) for name in ("phase", "module", "op", "tensor", "inputs", "outputs")}
     report, notes = replace(report, **found, smaller_scale_helps=False), list[str]()
     nonfinite = [name for name, buffer in model.named_buffers() if finiteness(buffer) is Finiteness.NOT_FINITE]
@@ -90,7 +88,7 @@ def _with_origin(
 
 
 def _describe_difference(backward: RecordedBackward, outputs: list[Tensor]) -> str:
-    """Return a note if a loss is finite in only one of forward and replay, else ``""``."""
+    """Return a note if a loss is finite in only one of both runs, else ``""``."""
     for incoming, output in zip(backward.incoming, outputs, strict=True):
         loss = incoming.call.losses.get(incoming.output)
         if loss is not None and bool(finiteness(loss)) != bool(finiteness(output)):
@@ -104,7 +102,7 @@ def _describe_difference(backward: RecordedBackward, outputs: list[Tensor]) -> s
 def _origin_in_output_gradient(
     backward: RecordedBackward, outputs: list[Tensor], scale: float
 ) -> NonfiniteOrigin | None:
-    """Return the origin if the gradient of an output is not finite, unscaled or scaled; else None."""
+    """Return the origin if the gradient of an output is not finite, unscaled or scaled."""
     for incoming, output in zip(backward.incoming, outputs, strict=True):
         gradient, name = incoming.gradient, incoming.output
         if gradient is None:
@@ -124,9 +122,9 @@ def _with_diagnosis(runtime: MixedPrecision, backward: RecordedBackward, report:
     report = replace(report, finite_in_fp32=diagnosis.finite_in_fp32)
     if not needs_loss_scale(runtime.policy.compute):
         return report
-    # None, if no rules were tried: then the report proposes the module in FP32.
-    has_rules = diagnosis.finite_in_bf16 or diagnosis.remedies
-    rules = merged(remedy.rules for remedy in diagnosis.remedies) if has_rules else None
+    # Without rules (None), the report proposes the module in FP32.
+    were_rules_tried = diagnosis.finite_in_bf16 or diagnosis.remedies
+    rules = merged(remedy.rules for remedy in diagnosis.remedies) if were_rules_tried else None
     report = replace(report, finite_in_bf16=diagnosis.finite_in_bf16, rules=rules)
     if diagnosis.fits is None or report.phase != "backward":
         return report
@@ -135,6 +133,5 @@ def _with_diagnosis(runtime: MixedPrecision, backward: RecordedBackward, report:
 
 
 def _first_origin(origins: Iterable[NonfiniteOrigin | None]) -> NonfiniteOrigin | None:
-    """Return the earliest origin that is no mask, or None."""
     found = [origin for origin in origins if origin is not None and not origin.is_mask]
     return min(found, key=lambda origin: origin.order, default=None)

@@ -20,7 +20,7 @@ from hf_mp.memory.sizes import readable
 from hf_mp.scaling.rules import FP16_MAX, scale_text
 
 PAGE_NAME = "precision_report.html"
-OPEN_ROWS = 20  # rows of a table, or layers, that are shown; the others are folded
+OPEN_ROWS = 20  # shown rows of a table, or layers; the others are folded
 
 # Kinds that training multiplies by the loss scale.
 _SCALED = (Kind.ACTIVATION_GRADIENTS, Kind.WEIGHT_GRADIENTS)
@@ -28,15 +28,15 @@ _SHOWN = (*_SCALED, Kind.ACTIVATIONS, Kind.WEIGHTS, Kind.UPDATES)
 
 
 def write_report(run_directory: str | Path, path: str | Path | None = None) -> Path:
-    """Write the page of a run, and return its path.
+    """Write the page of a run, and return its path. The page names missing records.
 
     Args:
-        run_directory: has the log of :func:`hf_mp.record_precision` or our Trainer. The page names missing records.
-        path: of the page; default ``precision_report.html`` in the run directory.
+        run_directory: has the log of :func:`hf_mp.record_precision` or our Trainer.
+        path: default ``precision_report.html`` in the run directory.
 
     Raises:
         ValueError: if there is no run.
-        OSError: if the page cannot be written there.
+        OSError: if the page cannot be written.
     """
     target = Path(path or Path(run_directory) / PAGE_NAME)
     target.write_text(render_report(read_run(Path(run_directory))), encoding="utf-8")
@@ -44,7 +44,6 @@ def write_report(run_directory: str | Path, path: str | Path | None = None) -> P
 
 
 def report_command(run_directory: Path, html: Path | None) -> str:
-    """Write the page, and return the output of ``hf-mp report``."""
     target = write_report(run_directory, html)
     missing = "".join(f"  missing: {sentence}\n" for sentence in read_run(run_directory).missing)
     return f"{target} is written: {target.stat().st_size / 1024:,.0f} KiB, open it in a browser\n{missing}"
@@ -80,7 +79,6 @@ def render_report(run: RunRecords) -> str:
 
 
 def findings(run: RunRecords) -> list[str]:
-    """Return a summary of the run in a few sentences."""
     skipped = sum(step.skipped for step in run.steps.values())
     found = [f"{skipped:,} of {len(run.steps):,} steps skipped."] if run.steps else []
     if run.healed:
@@ -102,7 +100,7 @@ def findings(run: RunRecords) -> list[str]:
 
 
 def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list[tuple[str, Histogram]]]]:
-    """Yield, for each recorded kind: its name, log2 of its scale, its histogram, and those of its layers."""
+    """Yield name, log2 of the scale, histogram and those of the layers, for each recorded kind."""
     for kind in _SHOWN:
         layers = [(layer, found) for layer in step.layers if (found := step.of(kind, layer)).total]
         if layers:
@@ -110,6 +108,6 @@ def _galleries(step: StepMagnitudes) -> Iterator[tuple[str, int, Histogram, list
 
 
 def lost_update_rows(step: StepMagnitudes) -> list[tuple[str, LostUpdateCount]]:
-    """Return the layers with their updates and the number that BF16 weights would lose, largest share first."""
+    """Return the layers with the updates that BF16 weights would lose, largest share first."""
     rows = [(layer, found) for layer in step.layers if (found := step.lost_updates(layer)).updates]
     return sorted(rows, key=lambda row: -row[1].share)

@@ -1,4 +1,4 @@
-"""Coordinates of the charts of the precision report."""
+"""Charts of the precision report."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from hf_mp.diagnostics.magnitudes import FP16_OVERFLOW, FP16_SMALLEST, FP16_SMALLEST_NORMAL, Histogram
 from hf_mp.diagnostics.run_log import StepRecord
 
-# An axis of log2 |value|. Octaves beyond its ends are drawn in the last ones.
+# An axis of log2 |value|. Octaves beyond are drawn at its ends.
 LOWEST, HIGHEST = -48, 20
 OCTAVE_WIDTH, HEIGHT = 10, 100
 WIDTH = OCTAVE_WIDTH * (HIGHEST - LOWEST)
 
-MOST_POINTS = 500  # parts of a curve: the page of a million steps has kilobytes
+MOST_POINTS = 500  # parts of a curve, so that the page of a million steps has kilobytes
 
 
 def axis_percent(log2: float) -> float:
@@ -39,24 +39,24 @@ TICKS = tuple((axis_percent(log2), log2) for log2 in range(LOWEST + 8, HIGHEST, 
 
 def silhouette(histogram: Histogram, log2_scale: int = 0) -> str:
     """Return a histogram, shifted by ``log2_scale``, as an SVG path of bars up to ``HEIGHT``; ``""`` if empty."""
-    heights: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for octave, count in histogram.by_octave().items():
-        heights[min(max(octave + log2_scale, LOWEST), HIGHEST - 1)] += count
-    if not heights:
+        counts[min(max(octave + log2_scale, LOWEST), HIGHEST - 1)] += count
+    if not counts:
         return ""
-    lowest, highest = min(heights), max(heights.values())
+    first, largest = min(counts), max(counts.values())
     # Rounded up, so that one value of millions is visible.
-    tops = (HEIGHT - math.ceil(HEIGHT * heights[place] / highest) for place in range(lowest, max(heights) + 1))
+    tops = (HEIGHT - math.ceil(HEIGHT * counts[octave] / largest) for octave in range(first, max(counts) + 1))
     bars = "".join(f"V{top}h{OCTAVE_WIDTH}" for top in tops)
-    return f"M{OCTAVE_WIDTH * (lowest - LOWEST)},{HEIGHT}{bars}V{HEIGHT}"
+    return f"M{OCTAVE_WIDTH * (first - LOWEST)},{HEIGHT}{bars}V{HEIGHT}"
 
 
 Chart = dict[str, Any]  # argument of the macro `frame` of the template
 
 
 def scale_charts(steps: Mapping[int, StepRecord]) -> tuple[Chart | None, Chart | None]:
-    """Return the charts of the loss scale and the headroom; None for less than two points."""
-    # A horizontal line for each step: slopes would show scales that were not used.
+    """Return the charts of loss scale and headroom; None for less than two points."""
+    # Horizontal lines: slopes would show scales that were not used.
     scales = [(x, math.log2(step.loss_scale)) for number, step in steps.items() for x in (number, number + 1)]
     headroom = [(number, step.headroom) for number, step in steps.items() if step.headroom is not None]
     return _chart("scale", scales, steps, "2^{}"), _chart("headroom", headroom, steps, "{}")
@@ -80,7 +80,7 @@ def _chart(name: str, points: Sequence[tuple[int, float]], steps: Mapping[int, S
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the lowest and the highest point of each part. A mean would hide a scale that fell for one step."""
+    """Return the lowest and highest point of each part: a mean would hide a scale that fell for one step."""
     length = -(-len(points) // MOST_POINTS)
     kept: list[tuple[int, float]] = []
     for start in range(0, len(points), length):
@@ -90,7 +90,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def percent(share: float) -> str:
-    """Return a share as text: ``<0.01%``, ``3.1%``; ``0%`` and ``100%`` only for exactly 0 and 1."""
+    """Return a share as ``<0.01%``, ``3.1%``; ``0%`` and ``100%`` only for exactly 0 and 1."""
     if 0.0 < share < 1e-4:
         return "<0.01%"
     return ">99.9%" if 0.9995 <= share < 1.0 else f"{100 * share:.3g}%"

@@ -1,9 +1,8 @@
 """Writes and reads the precision log of a run.
 
-``RUN_DIR/precision_log.jsonl`` holds one JSON object a line. Its ``record`` is ``run`` (settings and versions, once
-for each start), ``step`` (loss scale, headroom, the cause of a skip), ``overflow`` (an overflow report), ``healed`` (a
-remedy), ``contract`` (dtypes, from the first step of each start), ``magnitudes`` (histograms) or ``end``. Each line is
-written immediately, so a killed process loses at most one.
+``RUN_DIR/precision_log.jsonl`` has one JSON object a line. Its ``record`` is ``run`` (settings of a start), ``step``
+(loss scale, headroom, cause of a skip), ``overflow`` (a report), ``healed`` (a remedy), ``contract`` (dtypes, once
+for each start), ``magnitudes`` (histograms) or ``end``. A killed process loses at most one line.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from hf_mp.diagnostics.step_magnitudes import StepMagnitudes, from_record
 
 logger = logging.get_logger(__name__)
 
-# Errors of damaged records.
 _DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, zlib.error)
 
 LOG_NAME = "precision_log.jsonl"
@@ -38,16 +36,15 @@ class RunLog:
         self._has_failed = False
 
     def write(self, record: str, **values: Any) -> None:
-        """Append one record of finite numbers, strings, lists and dictionaries."""
+        """Append a record of JSON values."""
         if self._has_failed:
             return
-        # JSON has no NaN: raise now, not when a page is written long after the run.
+        # Raise for NaN now: a page may be written long after the run.
         line = json.dumps({"record": record, **values}, allow_nan=False, separators=(",", ":"))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened for each record: a killed process has written it, and the end of a run closes nothing.
             with self.path.open("ab") as file:
-                # The newline separates a record from one that a killed process began.
+                # A killed process may have begun the last line.
                 file.write(f"\n{line}".encode())
         except OSError as error:
             logger.warning(f"recording the precision of this run stops: {self.path} cannot be written: {error}")
@@ -58,20 +55,16 @@ class RunLog:
 
 
 class StepRecord(NamedTuple):
-    """One optimizer step. ``cause`` is that of a skip, or ``""``."""
-
     step: int
     loss_scale: float
     headroom: float | None
     skipped: bool
-    cause: str
+    cause: str  # of a skip, or ""
 
 
 @dataclass
 class RunRecords:
-    """The log of a run, as the page shows it."""
-
-    directory: Path  # its name is the name of the run
+    directory: Path
     start: dict[str, Any] = field(default_factory=dict)  # settings of the last start; empty if not recorded
     steps: dict[int, StepRecord] = field(default_factory=dict)  # by number, in order
     overflows: list[OverflowReport] = field(default_factory=list)
@@ -89,14 +82,15 @@ def read_run(directory: Path) -> RunRecords:
         ValueError: if there is no log, or if it is a link to a file outside the directory.
     """
     path = directory / LOG_NAME
-    # The directory may come from another user: a page must not show other files.
+    # The directory may be another user's: a page must not show other files.
     if not path.is_file() or not path.resolve().is_relative_to(directory.resolve()):
         raise ValueError(
             f"{directory} holds no run: it has no file {LOG_NAME}. precision_report=True of "
             "MixedPrecisionArguments or MixedPrecisionCallback, or hf_mp.record_precision(model, RUN_DIR) writes one"
         )
-    run, lines = RunRecords(directory), [line for line in path.read_bytes().splitlines() if line.strip()]
-    events, damaged = _events(run, lines)
+    run = RunRecords(directory)
+    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    events, damaged = _read_lines(run, lines)
     run.steps = {one.step: one for one in events if isinstance(one, StepRecord)}
     run.overflows = [one for one in events if isinstance(one, OverflowReport)]
     run.healed = [one for one in events if isinstance(one, Remedy)]
@@ -113,8 +107,8 @@ def read_run(directory: Path) -> RunRecords:
     return run
 
 
-def _events(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[int]]:
-    """Return the records of steps, and the numbers of damaged lines. Set the other records in ``run``."""
+def _read_lines(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[int]]:
+    """Set the other records of ``run``; return those of steps, and the numbers of damaged lines."""
     events, damaged = list[Any](), []
     is_first_of_start = False  # whether the next event is
     for number, line in enumerate(lines, 1):
@@ -130,19 +124,17 @@ def _events(run: RunRecords, lines: list[bytes]) -> tuple[list[Any], list[int]]:
                     run.has_ended = True
                 case kind:
                     event = _EVENTS[kind](record)
-                    # A resumed run repeats the steps after its checkpoint: the later records count.
+                    # A resumed run repeats steps: the later records count.
                     if is_first_of_start:
                         events, is_first_of_start = [one for one in events if one.step < event.step], False
                     events.append(event)
-        # A crash may damage lines; the others are shown.
-        except _DAMAGED:
+        except _DAMAGED:  # by a crash
             damaged.append(number)
     return events, damaged
 
 
-# Readers of the records with a step number.
 _EVENTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    # The page needs numbers: raise for other types.
+    # Raise for other types than numbers.
     "step": lambda record: StepRecord(
         int(record["step"]), float(record["loss_scale"]), record["headroom"], record["skipped"], record["cause"]
     ),

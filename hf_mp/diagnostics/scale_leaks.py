@@ -1,4 +1,4 @@
-"""Checks that gradients do not depend on the loss scale: one backward at several scales."""
+"""``check_gradients``: one backward at several loss scales."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ from hf_mp.scaling.rules import scale_with_headroom
 from hf_mp.step.mixed_precision import MixedPrecision
 from hf_mp.weights.split_parameter import gradient_and_factor
 
-# A gradient that was not unscaled contains a + b * S, one that was not scaled a + b / S. FP16 rounding does not depend
-# on S, and underflow only reduces a.
+# Without unscaling, a gradient is a + b * S; without scaling, a + b / S. FP16 underflow only reduces a.
 HEADROOM = 6.0  # doublings from the larger scale to an overflow
-SCALE_RATIO = 2.0**4  # of the larger to the smaller scale, which is far from underflow; shows b * S
+SCALE_RATIO = 2.0**4
 TINY_SCALES = (2.0**-8, 2.0**-9)  # show b / S; two, because underflowed gradients differ in direction
 LEAST_SHARE = 0.05  # of b in a gradient
 _ROUNDING = 2.0**-8  # error of sums of FP16 values, relative to the largest gradient
 _SAMPLED = 4096  # elements of each gradient
-_TRIES = 3  # at scales 2**8 apart, if the current one overflows
+_TRIES = 3
 
 
 class ScaleLeakError(RuntimeError):
-    """Gradients change with the loss scale, so they are wrong. The message names the parameters, with advice."""
+    """Gradients change with the loss scale. The message names the parameters, with advice."""
 
 
 def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
     """Check that the gradients of one batch are equal at several loss scales.
 
-    Forward and backward run five times or a few more. Weights, buffers, gradients, RNG states and the loss scale are
-    restored. Up to 4,096 elements of each gradient are compared. Without a loss scale nothing runs.
+    Forward and backward run five to eight times. The model, gradients, RNG states and the loss scale are restored.
+    Up to 4,096 elements of each gradient are compared. Without a loss scale nothing runs.
 
     Args:
         model: an attached model, or its :class:`hf_mp.MixedPrecision`.
-        batch: the model's arguments: a mapping of keyword arguments, a tuple or list, or a single argument.
+        batch: a mapping of keyword arguments, a tuple or list of arguments, or a single argument.
         loss: computes the loss from the model's outputs; default: the outputs' own ``loss``.
 
     Raises:
         TypeError: if ``model`` is neither.
-        ValueError: if the model is not attached, or returns no loss and ``loss`` is not given.
-        ScaleLeakError: if gradients differ; names the parameters by cause.
+        ValueError: for a model that is not attached, or without a loss.
+        ScaleLeakError: if gradients differ.
     """
     runtime = runtime_of(model)
     attached = runtime.model
@@ -72,7 +71,7 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
 
 
 def raise_on_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> None:
-    """Run ``backward`` at several scales, and raise a :class:`ScaleLeakError` if the gradients differ.
+    """Run ``backward`` at several scales; raise a :class:`ScaleLeakError` if the gradients differ.
 
     Buffers, RNG states and the scale are restored; gradients are None afterwards.
     """
@@ -96,7 +95,7 @@ def raise_on_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> Non
         )
 
 
-# By what the loss scale S does to a gradient: the cause, and the way out.
+# By the factor of a gradient: cause and way out.
 _CAUSES = {
     "1/S": "The loss is computed from a tensor that forward() does not return (a hook, an attribute): return it",
     "S": (
@@ -116,26 +115,28 @@ def _listed(names: list[str]) -> str:
 
 
 def _leaks(samples: list[dict[str, Tensor]]) -> dict[str, list[str]]:
-    """Return names of parameters with gradients that depend on S, and their sizes, by key of ``_CAUSES``."""
+    """Return parameters with gradients that depend on S, and sizes of these, by key of ``_CAUSES``."""
     typical = max(_size(sample) for sample in samples[0].values())
     found: dict[str, list[str]] = {}
     for name in samples[0]:
-        larger, smaller, tiny, tinier = (sample[name] for sample in samples)
-        if _contains_inverse_scale(larger, tiny, tinier):
-            # At half the scale, 1/S doubles. A clamp acts only at the larger scales.
-            cause = "1/S" if _size(tinier) > 1.5 * _size(tiny) else "not linear"
-        elif _contains_scale(larger, smaller, typical):
-            cause = "S" if _is_proportional(larger - tiny, smaller - tiny) else "not linear"
-        else:
-            continue
-        sizes = ", ".join(f"{_size(sample[name]):.3g}" for sample in samples[:3])
-        found.setdefault(cause, []).append(f"{name} ({sizes})")
+        at_scales = [sample[name] for sample in samples]
+        cause = _cause(typical, *at_scales)
+        if cause is not None:
+            sizes = ", ".join(f"{_size(one):.3g}" for one in at_scales[:3])
+            found.setdefault(cause, []).append(f"{name} ({sizes})")
     return found
 
 
-def _is_proportional(larger: Tensor, smaller: Tensor) -> bool:
-    """Whether the parts of a gradient that depend on S, at the larger and the smaller scale, differ by their ratio."""
-    return bool((larger - SCALE_RATIO * smaller).norm() < 0.25 * larger.norm())
+def _cause(typical: float, larger: Tensor, smaller: Tensor, tiny: Tensor, tinier: Tensor) -> str | None:
+    """Return the key of ``_CAUSES`` for a gradient at four scales, or None."""
+    if _contains_inverse_scale(larger, tiny, tinier):
+        # 1/S doubles at half the scale; a clamp acts only at larger ones.
+        return "1/S" if _size(tinier) > 1.5 * _size(tiny) else "not linear"
+    if _contains_scale(larger, smaller, typical):
+        in_larger, in_smaller = larger - tiny, smaller - tiny  # without the part that does not depend on S
+        is_proportional = (in_larger - SCALE_RATIO * in_smaller).norm() < 0.25 * in_larger.norm()
+        return "S" if is_proportional else "not linear"
+    return None
 
 
 def _size(sample: Tensor) -> float:
@@ -143,25 +144,23 @@ def _size(sample: Tensor) -> float:
 
 
 def _contains_scale(larger: Tensor, smaller: Tensor, typical: float) -> bool:
-    """Whether a gradient contains S, by its values at the larger and the smaller scale."""
     if (larger - smaller).norm() <= LEAST_SHARE * larger.norm():
         return False
-    # A gradient that cancels out (a bias in front of a batch norm) has only rounding errors, which may underflow.
+    # A gradient that cancels out (a bias before a batch norm) has only rounding errors.
     ratio = _size(larger) / (_size(smaller) or math.inf)
     return _size(larger) > _ROUNDING * typical or 0.9 * SCALE_RATIO < ratio < 1.1 * SCALE_RATIO
 
 
 def _contains_inverse_scale(larger: Tensor, tiny: Tensor, tinier: Tensor) -> bool:
-    """Whether a gradient contains 1/S, by its values at the larger scale and at both tiny ones."""
     if (tiny - larger).norm() <= (1.0 + LEAST_SHARE / TINY_SCALES[0]) * larger.norm():
         return False
-    # The rounding errors of a gradient that cancels out (a bias of attention keys) differ at both scales.
+    # Rounding errors of a gradient that cancels out (a bias of keys) differ at both scales.
     return bool(torch.cosine_similarity(tiny, tinier, dim=0) > 0.9)
 
 
 @contextmanager
 def _without_observers(runtime: MixedPrecision) -> Iterator[None]:
-    """Remove the observers, which would record these backwards; restore them and the scale on exit."""
+    """Remove the observers; restore them and the scale on exit."""
     state, observers, runtime.observers = runtime.scaler.state, runtime.observers, []
     try:
         yield
@@ -176,14 +175,14 @@ def _gradients_at(
     restore_rng_states: Callable[[], None],
     scale: float,
 ) -> tuple[dict[str, Tensor], float]:
-    """Return FP32 samples of the gradients by name, and their largest magnitude."""
+    """Return FP32 samples of the gradients, and their largest magnitude."""
     runtime.scaler.state = replace(runtime.scaler.state, scale=scale)
     restore_rng_states()  # forward, recomputation and autograd functions may draw
     try:
         backward()
         samples, largest = dict[str, Tensor](), list[Tensor]()
         for name, parameter in model.named_parameters():
-            # Not `.grad`, of which a lean layout would make FP32 gradients, all at once.
+            # Not `.grad`: a lean layout would make FP32 gradients, all at once.
             gradient, factor = gradient_and_factor(parameter)
             if gradient is not None:
                 inverse = 1.0 if factor is None else factor.squeeze()

@@ -1,4 +1,4 @@
-"""``StepMagnitudes``: the histograms of one training step by layer, and their record in a log."""
+"""``StepMagnitudes``: histograms of one step by layer, and their record."""
 
 from __future__ import annotations
 
@@ -43,45 +43,40 @@ class StepMagnitudes:
 
     @property
     def log2_scale(self) -> int:
-        """log2 of the loss scale, rounded to whole bins."""
         return round(float(np.log2(self.loss_scale)))
 
     def of(self, kind: Kind, layer: str | None = None) -> Histogram:
-        """Return the histogram of all tensors of a kind (in one layer), weighted by their strides."""
+        """Return the histogram of a kind (in one layer), weighted by the strides."""
         found = (t for t in self.tensors if t.kind is kind and layer in (None, t.layer))
         counts = (t.stride * np.array(t.histogram.counts) for t in found)
         return Histogram(tuple(sum(counts, start=np.zeros(BINS, np.int64)).tolist()))
 
     def lost_updates(self, layer: str | None = None) -> LostUpdateCount:
-        """Return the updates (in one layer) that BF16 weights would lose, weighted as in :meth:`of`."""
+        """Return the updates (in one layer) that BF16 weights would lose, weighted likewise."""
         counts = (t.stride * np.array(t.lost_updates) for t in self.tensors if layer in (None, t.layer))
         return LostUpdateCount(*sum(counts, start=np.zeros(2, np.int64)).tolist())
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the recorded layers, in the order of the model."""
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
 
     def log_entries(self) -> dict[str, float]:
-        """Return the shares, 0 to 1, that 16 bits lose: for a training log.
+        """Return the shares, 0 to 1, that 16 bits lose; without those of no values.
 
         ``underflowed_share`` is that of weight gradients in FP16 at the loss scale, ``swamped_share`` that of updates
-        in BF16. A share without values is left out.
+        in BF16.
         """
+        gradients, lost = self.of(Kind.WEIGHT_GRADIENTS), self.lost_updates()
         entries = {}
-        if (gradients := self.of(Kind.WEIGHT_GRADIENTS)).finite_nonzero:
+        if gradients.finite_nonzero:
             entries["underflowed_share"] = gradients.share_underflowed(self.log2_scale)
-        if (lost := self.lost_updates()).updates:
+        if lost.updates:
             entries["swamped_share"] = lost.share
         return entries
 
 
-# Record in a log
-
-
 def as_record(step: StepMagnitudes) -> dict[str, Any]:
-    """Return ``step`` for JSON: a list for each tensor, and all counts as one compressed array."""
-    # A record of a hundred tensors has a few kilobytes, because most bins are empty.
+    """Return ``step`` for JSON: a list for each tensor, and all counts, most of them 0, as one compressed array."""
     counts = np.array([t.histogram.counts for t in step.tensors], dtype=_COUNT)
     return {
         **vars(step),
@@ -91,11 +86,10 @@ def as_record(step: StepMagnitudes) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> StepMagnitudes:
-    """Return the step of a record of :func:`as_record`."""
     counts = np.frombuffer(zlib.decompress(base64.b64decode(record["counts"])), _COUNT)
     tensors = [
         TensorMagnitudes(Kind(kind), layer, tensor, stride, Histogram(tuple(found.tolist())), LostUpdateCount(*lost))
         for (kind, layer, tensor, stride, *lost), found in zip(record["tensors"], counts.reshape(-1, BINS), strict=True)
     ]
-    # The numbers of a damaged record must raise here, not on the page.
+    # Damaged numbers must raise here, not on the page.
     return StepMagnitudes(int(record["step"]), float(record["loss_scale"]), tuple(tensors), tuple(record["notes"]))

@@ -1,4 +1,4 @@
-"""Calls, RNG states and output gradients recorded in a step, and context managers that restore a model."""
+"""Records a step for reruns, and restores a model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _GRAD: Any = Tensor.grad  # the property, which split parameters override
 
 
 def save_rng_states() -> Callable[[], None]:
-    """Save the states of all random generators; return a function that restores them. Does not synchronize."""
+    """Save all RNG states; return a function that restores them. Does not synchronize."""
     python, numpy, cpu, cuda = random.getstate(), np.random.get_state(), torch.get_rng_state(), list[Tensor]()
-    # torch cannot read the state while a graph is captured.
+    # torch cannot read it while a graph is captured.
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         cuda = torch.cuda.get_rng_state_all()
 
@@ -81,7 +81,6 @@ class RecordedBackward:
         return list(dict.fromkeys(entry.call for entry in reversed(self.incoming)))
 
     def inputs(self) -> list[tuple[str, Tensor]]:
-        """Return the input tensors of all calls by name."""
         bound = [inspect.signature(call.forward.original).bind(*call.args, **call.kwargs) for call in self.calls]
         return [named for one in bound for named in named_tensors(one.arguments)]
 
@@ -92,22 +91,22 @@ class RecordedBackward:
         return any(entry.gradient is not None and bool(finiteness(entry.gradient)) for entry in self.incoming)
 
     def has_nonfinite_loss(self) -> bool:
-        """Whether a loss or its gradient is inf or NaN, so that the loss scale is not the cause."""
+        """Whether a loss or its gradient is inf or NaN: the loss scale is not the cause."""
         losses = [loss for call in self.calls for loss in call.losses.values()]
         return self.has_nonfinite_gradient() or any(map(finiteness, losses))
 
     def run_recorded(self, make: Callable[..., Any]) -> list[Tensor]:
-        """Run all calls; return the outputs in the order of ``incoming``."""
+        """Run all calls; return the outputs of ``incoming``."""
         outputs = {call: call.run_recorded(make) for call in self.calls}
         return [outputs[entry.call][entry.output] for entry in self.incoming]
 
 
 @contextlib.contextmanager
 def restoring_module_state(model: nn.Module) -> Iterator[None]:
-    """Restore, bit for bit, what a forward of ``model`` may change: buffers, attributes of modules and RNG states."""
+    """Restore, bit for bit, buffers, attributes of modules and RNG states, which a forward may change."""
     restore_rng_states = save_rng_states()
     tensors, containers = _copy_module_state(model)
-    # The graph of the training may have saved these tensors: its backward would raise for another version.
+    # A graph that has saved these tensors would raise for another version.
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         try:
             yield
@@ -122,22 +121,21 @@ def restoring_module_state(model: nn.Module) -> Iterator[None]:
 
 
 def _copy_module_state(model: nn.Module) -> tuple[dict[Tensor, Tensor], list[tuple[Any, Any]]]:
-    """Return clones by tensor, and pairs of a list or dictionary and its copy."""
-    registries = [registry for module in model.modules() for registry in (vars(module), module._buffers)]
-    attributes: list[tuple[str, Any]] = [item for registry in registries for item in registry.items()]
+    namespaces = [namespace for module in model.modules() for namespace in (vars(module), module._buffers)]
+    attributes: list[tuple[str, Any]] = [item for namespace in namespaces for item in namespace.items()]
     tensors = {t: t.detach().clone() for _, t in attributes if isinstance(t, Tensor) and not t.is_inference()}
     # The containers of nn.Module itself have private names.
     containers = [value for name, value in attributes if name[0] != "_" and type(value) in (list, dict)]
-    return tensors, [(container, container.copy()) for container in (*registries, *containers)]
+    return tensors, [(container, container.copy()) for container in (*namespaces, *containers)]
 
 
 @contextlib.contextmanager
 def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Set gradients to None, and restore them on exit, scaled ones as they are."""
+    """Set gradients to None; restore them on exit, scaled ones as they are."""
     with contextlib.ExitStack() as restored:
         for parameter in parameters:
-            others = {"_scaled_gradient": parameter._scaled_gradient} if isinstance(parameter, SplitParameter) else {}
-            restored.callback(vars(parameter).update, others)
+            if isinstance(parameter, SplitParameter):
+                restored.callback(vars(parameter).__setitem__, "_scaled_gradient", parameter._scaled_gradient)
             restored.callback(_GRAD.__set__, parameter, _GRAD.__get__(parameter))
             parameter.grad = None
         yield
@@ -145,7 +143,7 @@ def without_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restoring_weights(model: nn.Module) -> Iterator[None]:
-    """Restore the memory and dtype of parameters and buffers. Code in the context must not write to that memory."""
+    """Restore the memory, which code inside must not write to, and dtype of parameters and buffers."""
     parameters = [(parameter, parameter.data, parameter.grad_dtype) for parameter in model.parameters()]
     buffers = [(buffer, buffer.data) for buffer in model.buffers()]
     try:
@@ -158,24 +156,24 @@ def restoring_weights(model: nn.Module) -> Iterator[None]:
                 parameter.grad = None
             parameter.data = data
             if parameter.grad_dtype is not grad_dtype:
-                # torch cannot reset it to its default, the parameter's dtype, and a fixed dtype outlasts `.float()`.
+                # torch cannot reset it to its default, the parameter's dtype.
                 parameter.grad_dtype = None
 
 
 def run_with_masters(model: nn.Module, dtype: torch.dtype, run: Callable[[], _Result]) -> _Result:
-    """Return ``run()``, with split parameters of ``model`` replaced by their masters in ``dtype``."""
+    """Return ``run()``, with split parameters replaced by masters in ``dtype``."""
     masters: dict[str, Tensor] = {
         f"model.{name}": nn.Parameter(parameter.fp32_value().to(dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters()
         if isinstance(parameter, SplitParameter)
     }
-    # functional_call replaces the parameters of a module while it is called.
+    # functional_call replaces parameters of the module it calls.
     holder: Any = nn.ModuleDict({"model": model})
     holder.forward = run
     return functional_call(holder, masters, ())
 
 
 def compile_disabled() -> contextlib.AbstractContextManager[Any]:
-    """Run compiled models eagerly in this context, so that hooks of their modules run."""
+    """Run compiled models eagerly, so that hooks of their modules run."""
     # Importing the compiler takes a second.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

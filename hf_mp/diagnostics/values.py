@@ -21,7 +21,7 @@ UNINITIALISED = frozenset(
 
 
 class Finiteness(IntEnum):
-    """Finite (false in a condition), only -inf, as masks have, or any other inf or NaN."""
+    """Finite (False in a condition), only -inf, as in masks, or any other inf or NaN."""
 
     FINITE = 0
     MINUS_INF = 1
@@ -30,7 +30,7 @@ class Finiteness(IntEnum):
 
 @torch.no_grad()
 def finiteness(tensor: Tensor, limit: float = math.inf) -> Finiteness:
-    """Return the finiteness of ``tensor``. Magnitudes of ``limit`` or more count as inf; integers are FINITE."""
+    """Return the finiteness of ``tensor``. Magnitudes of ``limit`` or more count as inf."""
     if tensor.dtype not in _CHECKED_DTYPES or tensor.device.type == "meta":
         return Finiteness.FINITE
     if largest_magnitude([tensor]).item() < limit:

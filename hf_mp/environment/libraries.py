@@ -9,10 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_bitsandbytes() -> Iterator[None]:
-    """Silence the import of bitsandbytes, also by peft or Transformers' Trainer.
-
-    On CPUs with BF16 matmuls it logs a warning of a missing package, which only makes 4-bit matmuls faster.
-    """
+    """Silence the import of bitsandbytes, which on CPUs warns of a package that makes 4-bit matmuls faster."""
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -23,5 +20,5 @@ def quiet_bitsandbytes() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the message, or the name of the class if there is none."""
+    """Return the first line of the message, or the name of the class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

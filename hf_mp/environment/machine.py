@@ -30,7 +30,7 @@ def package_versions() -> dict[str, str]:
 
 
 def describe_hardware() -> dict[str, str]:
-    """Return platform, CPU and GPUs. Kernel release and host name are left out, because reports are published."""
+    """Return platform, CPU and GPUs, without kernel release and host name, because reports are published."""
     cpuinfo = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else ""
     # Reversed, so that the fields of the first processor remain.
     lines = [line.partition(":") for line in reversed(cpuinfo.splitlines())]

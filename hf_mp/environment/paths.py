@@ -6,7 +6,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 
 
 def is_inside(name: str) -> bool:
-    """Whether ``name`` is a plain relative path that stays below the directory it is joined to, on any system."""
+    """Whether ``name`` is a plain relative path below the directory it is joined to, on any system."""
     path = PurePosixPath(name)
     return (
         bool(path.parts)

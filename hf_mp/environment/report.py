@@ -33,7 +33,7 @@ def advise_here() -> dict[str, str]:
         return advise("This CPU", fp16=fp16, bf16=bf16, only_bf16_in_tiles=only_bf16_in_tiles)
     # A training on all GPUs has one precision.
     weakest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
-    # ROCm has other compute capabilities. Emulated BF16 is slow.
+    # ROCm has other compute capabilities.
     with torch.cuda.device(weakest):
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     fp16 = torch.version.hip is not None or torch.cuda.get_device_capability(weakest) >= (7, 0)

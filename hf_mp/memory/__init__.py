@@ -1,1 +1,1 @@
-"""Memory of a model: counted (``footprint``), estimated for training (``training``), and measured (``measuring``)."""
+"""Memory of a model: counted, estimated for training, and measured."""

@@ -33,7 +33,7 @@ def run(
     as_json: bool,
     **settings: Any,
 ) -> str:
-    """Gather the report and return the text to print."""
+    """Return the report as text."""
     if settings["ranks"] == 1 and settings["parallel"] != "fsdp2":
         raise ValueError("--parallel is for several ranks: say how many, as --ranks 64")
     quiet_libraries()
@@ -56,23 +56,19 @@ def run(
 
 
 def _default_presets(*, is_trained: bool, offload: str | None, **others: Any) -> Sequence[str]:
-    """Return the presets to predict if none is given: with offload, those that support it."""
     if offload is not None:
         return [name for name, policy in PRESETS.items() if policy.is_lean]
     return SHOWN_PRESETS if is_trained else ()
 
 
 def _import_bitsandbytes() -> None:
-    """Import bitsandbytes, if installed, with torch.compile disabled.
-
-    It decorates functions with torch.compile, which would import inductor: a quarter of the command's time.
-    """
+    """Import bitsandbytes, if installed, without torch.compile, which takes a quarter of the command's time."""
     with contextlib.suppress(ImportError), mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"), quiet_bitsandbytes():
         importlib.import_module("bitsandbytes")
 
 
 def quiet_libraries() -> None:
-    """Suppress warnings and progress bars, which would be printed between the tables."""
+    """Suppress warnings and progress bars between the tables."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     # torch logs a traceback if an op fails on fake tensors.

@@ -1,4 +1,4 @@
-"""Counts the memory of a loaded model by tensor, kind, dtype, device and module."""
+"""Counts the memory of a loaded model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GRAD: Any = Tensor.grad  # torch's property, which split parameters override
 class Kind(StrEnum):
     """Role of a tensor in its model.
 
-    ``MASTER_WEIGHTS`` are remainders of split parameters (lean layouts). ``QUANTIZATION_STATE`` is ``SCB``, ``absmax``
+    ``MASTER_WEIGHTS`` are remainders of split parameters. ``QUANTIZATION_STATE`` is ``SCB``, ``absmax``
     and ``code`` of bitsandbytes. ``ATTRIBUTE`` is a tensor in an attribute, neither parameter nor buffer.
     """
 
@@ -49,10 +49,9 @@ class MemoryFootprint:
     """Memory of a model by tensor; returned by :func:`memory_footprint`.
 
     Attributes:
-        rows: all tensors, in the order of the modules.
-        transformers_bytes: result of Transformers' ``get_memory_footprint()``: parameters and buffers, also offloaded
-            ones, without quantization state.
-        by_module: bytes of each module with its submodules, by name; ``""`` for the model.
+        rows: all tensors.
+        transformers_bytes: as Transformers' ``get_memory_footprint()``: parameters and buffers, also offloaded ones.
+        by_module: bytes of each module with its submodules; ``""`` for the model.
     """
 
     rows: tuple[TensorRow, ...]
@@ -65,17 +64,15 @@ class MemoryFootprint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all storages, each once, without ``meta`` tensors (offloaded weights of accelerate)."""
+        """Bytes of all storages, without ``meta`` tensors (offloaded weights of accelerate)."""
         return sum(row.counted_bytes for row in self.rows)
 
     @property
     def by_dtype(self) -> dict[str, int]:
-        """Bytes of each dtype."""
         return self._total_by("dtype")
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes of each :class:`Kind` that occurs."""
         return self._total_by("kind")
 
     def _total_by(self, field: str) -> dict[str, int]:
@@ -88,8 +85,7 @@ class MemoryFootprint:
 def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryFootprint:
     """Count the bytes of a model's parameters, buffers, gradients, quantization state and plain attributes.
 
-    Each storage counts once. Working copies and optimizer state are not part of the model: see
-    :func:`hf_mp.measure_training_memory`.
+    Each storage counts once. Working copies and optimizer state are not part of a model.
 
     Args:
         model: any ``nn.Module``, on any device; offloaded and ``meta`` tensors are listed, but not in the total.
@@ -99,7 +95,7 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
         The bytes in total and by dtype, kind, device and module.
 
     Raises:
-        TypeError: if ``model`` is not an ``nn.Module``.
+        TypeError: for anything but a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -124,7 +120,7 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
                 shared_with=None if first_name == name else first_name,
             )
         )
-    # get_memory_footprint() itself exists only in models of Transformers.
+    # Only models of Transformers have get_memory_footprint().
     transformers_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     by_prefix = _by_prefix(rows)
     by_module = {path: by_prefix[path] for path, _ in model.named_modules()}
@@ -132,7 +128,7 @@ def memory_footprint(model: nn.Module, *, as_if_loaded: bool = False) -> MemoryF
 
 
 def _by_prefix(rows: list[TensorRow]) -> Counter[str]:
-    """Add up the bytes for each prefix of the names that ends at a dot; the total has the key ``""``."""
+    """Add up the bytes for each prefix of the names; ``""`` is the total."""
     sizes: Counter[str] = Counter()
     for row in rows:
         parts = row.name.split(".")
@@ -142,7 +138,7 @@ def _by_prefix(rows: list[TensorRow]) -> Counter[str]:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
-    """Yield name, kind and tensor; parameters and buffers first, so that later aliases refer to them."""
+    """Yield name, kind and tensor; parameters and buffers first, to which aliases refer."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, Kind.PARAMETER, parameter
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -154,11 +150,10 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
 
 
 def _tensors_of_parameter(parameter: nn.Parameter) -> Iterator[tuple[str, Kind, Tensor]]:
-    """Yield the gradients of a parameter, and its remainder or quantization state."""
     for gradient in gradients_of(parameter):
         yield "grad", Kind.GRADIENT, gradient
     kind = Kind.MASTER_WEIGHTS if isinstance(parameter, SplitParameter) else Kind.QUANTIZATION_STATE
-    # bitsandbytes and lean layouts store tensors in attributes of the parameter.
+    # bitsandbytes and lean layouts store tensors there.
     for name, tensor in _nested_tensors(
         {key: value for key, value in vars(parameter).items() if key != "_scaled_gradient"}
     ):
@@ -166,7 +161,6 @@ def _tensors_of_parameter(parameter: nn.Parameter) -> Iterator[tuple[str, Kind, 
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
-    """Yield the tensors in plain attributes of a module."""
     for attribute, value in vars(module).items():
         if attribute not in ("_parameters", "_buffers", "_modules"):
             kind = Kind.QUANTIZATION_STATE if is_bitsandbytes(value) else Kind.ATTRIBUTE
@@ -175,13 +169,13 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Kind, Tensor]]:
 
 
 def gradients_of(parameter: nn.Parameter) -> list[Tensor]:
-    """Return the stored gradients of a parameter. Reading ``.grad`` of a split parameter would convert them to FP32."""
+    """Return the stored gradients: ``.grad`` of a split parameter would convert them to FP32."""
     scaled, _ = vars(parameter).get("_scaled_gradient") or (None, None)
     return [gradient for gradient in (_GRAD.__get__(parameter), scaled) if gradient is not None]
 
 
 def _nested_tensors(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of all tensors in ``values``, in nested containers, and in state of bitsandbytes."""
+    """Yield all tensors in ``values``, in nested containers, and in state of bitsandbytes."""
     for name, value in values.items():
         if isinstance(value, Tensor):
             yield name, value
@@ -193,18 +187,13 @@ def _nested_tensors(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_bitsandbytes(value: Any) -> bool:
-    """Whether an object is bitsandbytes' state of a quantized weight, and not a weight, a module or a class."""
+    """Whether an object is bitsandbytes' state of a quantized weight."""
     is_state = type(value).__module__.startswith("bitsandbytes.") and hasattr(value, "__dict__")
     return is_state and not isinstance(value, (nn.Module, Tensor, type))
 
 
 def unquantized_note(label: str, footprint: MemoryFootprint) -> str:
-    """Return a sentence about weights of three dimensions, which bitsandbytes does not quantize; "" if there are none.
-
-    Args:
-        label: of the precision.
-        footprint: of a quantized model.
-    """
+    """Return a sentence about stacked weights, which bitsandbytes does not quantize, or ""."""
     unquantized: Counter[str] = Counter()
     for row in footprint.rows:
         if row.kind is Kind.PARAMETER and len(row.shape) > 2:

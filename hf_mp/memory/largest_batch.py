@@ -1,4 +1,4 @@
-"""Searches the largest batch that fits into memory, and leaner settings if no requested preset fits."""
+"""The largest batch that fits into memory, and leaner settings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class LargestBatch:
     """The largest batch that fits.
 
     Attributes:
-        batch_size: the largest that fits; 0 if none does.
+        batch_size: 0 if none fits.
         peak_bytes: its peak; None for 0.
-        next_peak_bytes: the peak with one more sequence, which does not fit.
+        next_peak_bytes: the peak with one more sequence.
         memory_bytes: available memory.
     """
 
@@ -36,7 +36,7 @@ class LargestBatch:
 
 @dataclass(frozen=True)
 class Way:
-    """Settings of a training and the peak of its step, as for :func:`hf_mp.estimate_training_memory`."""
+    """Settings of a training and the peak of its step."""
 
     precision: str
     batch_size: int
@@ -51,8 +51,8 @@ def largest_batch_size(
 
     Args:
         model: as for :func:`hf_mp.estimate_training_memory`.
-        memory: a size like ``"24GiB"`` or ``"24GB"`` (the same), or bytes as an int. CUDA's context and fragmentation
-            use a part of a GPU's memory as well.
+        memory: a size like ``"24GiB"`` or ``"24GB"`` (the same), or bytes as an int; CUDA's context and fragmentation
+            need some more.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         settings: of :func:`hf_mp.estimate_training_memory`, except ``batch_size``.
 
@@ -64,12 +64,7 @@ def largest_batch_size(
 
 
 def largest_batch(predict: Callable[[int], TrainingMemory], memory_bytes: int) -> LargestBatch:
-    """Find the largest batch by ``predict`` of :func:`hf_mp.memory.training.memory_predictor`."""
-
-    @functools.cache
-    def peak(batch_size: int) -> int:
-        return predict(batch_size).peak_bytes
-
+    peak = functools.cache(lambda batch_size: predict(batch_size).peak_bytes)
     found = search_largest(peak, memory_bytes)
     return LargestBatch(found, peak(found) if found else None, peak(found + 1), memory_bytes)
 
@@ -77,14 +72,14 @@ def largest_batch(predict: Callable[[int], TrainingMemory], memory_bytes: int) -
 def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
     """Return the largest n from 1 to :data:`LARGEST_TRIED` with ``peak(n) <= memory_bytes``, or 0.
 
-    ``peak`` must be non-decreasing. It is nearly linear, so each guess is on the line through the last two points. That
-    needs half as many estimates as bisection.
+    ``peak`` must be non-decreasing. It is nearly linear: lines through two points need half as many calls as
+    bisection.
     """
     previous_fit, fits, exceeds = 0, 0, LARGEST_TRIED + 1
     while exceeds - fits > 1:
         other = exceeds if exceeds <= LARGEST_TRIED else previous_fit
         slope = (peak(other) - peak(fits)) / (other - fits) if other and fits else 0.0
-        # The slope is 0 for small batches if the peak is in the update, which does not depend on activations.
+        # The slope is 0 if small batches have their peak in the update.
         guess = fits + int((memory_bytes - peak(fits)) / slope) if slope > 0 else _GROWTH * fits
         tried = max(fits + 1, min(guess, exceeds - 1, _GROWTH**2 * fits))
         if peak(tried) <= memory_bytes:
@@ -94,7 +89,7 @@ def search_largest(peak: Callable[[int], int], memory_bytes: int) -> int:
     return fits
 
 
-# Preset and gradient checkpointing, ordered by how much they change.
+# Preset and gradient checkpointing, most similar first.
 _LEANER = (("bf16-lean", False), ("bf16-lean", True), ("fp16-lean-adamw8bit", True), ("nf4-lora", True))
 
 
@@ -106,17 +101,15 @@ def ways_that_fit(
     batch_size: int,
     checkpointing: bool,
 ) -> tuple[Way, ...]:
-    """Find settings that fit: the smaller batch of a requested preset, and a leaner preset or checkpointing.
+    """Return a smaller batch of a requested preset, and a leaner preset or checkpointing, that fit.
+
+    If none fits, return the tried settings with the lowest peak.
 
     Args:
-        peaks: peak of each requested preset, larger than the memory.
+        peaks: of each requested preset, larger than the memory.
         largest: largest batch of each, and the memory.
         predict: ``predict(preset, batch_size, checkpointing)`` returns the peak, or None if it cannot be trained.
-        batch_size: as requested.
-        checkpointing: as requested.
-
-    Returns:
-        Settings that fit, or else the ones with the lowest peak of all that were tried.
+        batch_size, checkpointing: as requested.
     """
     memory_bytes = next(iter(largest.values())).memory_bytes
     preset, most = max(largest.items(), key=lambda entry: entry[1].batch_size)

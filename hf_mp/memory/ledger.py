@@ -1,9 +1,9 @@
-"""Records allocations and frees of one training step by category, and computes the peak; contains no tensors."""
+"""Allocations and frees of one training step, and their peak."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -65,7 +65,7 @@ class Ledger:
     phase: Phase = Phase.SETUP
 
     def start_step(self) -> None:
-        """Replace the events by the allocations of all live storages, the initial state of the step."""
+        """Replace the events by the allocations of all live storages."""
         self.events = [Event(allocation, 1, Phase.SETUP, "") for allocation in self.live.values()]
 
     def allocate(self, key: int, size_bytes: int, category: Category, op: str) -> None:
@@ -73,7 +73,7 @@ class Ledger:
         self.events.append(Event(allocation, 1, self.phase, op))
 
     def free(self, key: int) -> None:
-        """Record a freed storage. An activation that is freed during forward becomes a temporary."""
+        """An activation that is freed during forward becomes a temporary."""
         allocation = self.live.pop(key)
         if self.phase is Phase.FORWARD and allocation.category is Category.ACTIVATIONS:
             allocation.category = Category.TEMPORARIES
@@ -81,17 +81,16 @@ class Ledger:
 
 
 def profile_step(events: Sequence[Event]) -> StepProfile:
-    """Compute the peak of a step and of each phase, after the step: only then all categories are final."""
+    """Compute the peaks after the step, when all categories are final."""
     in_use = dict.fromkeys(Category, 0)
     total = 0
-    peaks: dict[Phase, tuple[int, str, dict[Category, int]]] = {}
+    peaks: dict[Phase, StepProfile] = {}
     for event in events:
         change = event.sign * event.allocation.size_bytes
         in_use[event.allocation.category] += change
         total += change
-        if event.phase not in peaks or total > peaks[event.phase][0]:
-            peaks[event.phase] = (total, event.op, dict(in_use))
+        if event.phase not in peaks or total > peaks[event.phase].peak_bytes:
+            peaks[event.phase] = StepProfile(total, event.phase, event.op, dict(in_use), by_phase={})
     peaks.pop(Phase.SETUP, None)
-    phase, (peak_bytes, op, at_peak) = max(peaks.items(), key=lambda entry: entry[1][0])
-    by_phase = {name: by_category for name, (_, _, by_category) in peaks.items()}
-    return StepProfile(peak_bytes, phase, op, at_peak, by_phase)
+    highest = max(peaks.values(), key=lambda peak: peak.peak_bytes)
+    return replace(highest, by_phase={phase: peak.bytes_by_category for phase, peak in peaks.items()})

@@ -33,22 +33,22 @@ def measure_training_memory(
     device: str | None = None,
     **settings: Any,
 ) -> TrainingMemory:
-    """Measure the memory of fine-tuning by real training steps on this machine.
+    """Measure the memory of fine-tuning by real training steps, as :func:`hf_mp.estimate_training_memory` predicts it.
 
     A given model is copied. Otherwise only its configuration is downloaded, and weights are random.
 
     Args:
-        model: as for :func:`hf_mp.estimate_training_memory`.
+        model: as there.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         device: ``"cuda"`` or ``"cpu"``; default: the GPU if there is one.
         settings: ``batch_size``, ``seq_len``, ``accumulation_steps``, ``gradient_checkpointing``, ``optimizer``,
-            ``free_gradients`` and ``offload``, as for :func:`hf_mp.estimate_training_memory`.
+            ``free_gradients`` and ``offload``, as there.
 
     Returns:
-        As :func:`hf_mp.estimate_training_memory`; on a GPU with the peak of CUDA's allocator.
+        As there; on a GPU with the peak of CUDA's allocator.
 
     Raises:
-        ValueError: as for :func:`hf_mp.estimate_training_memory`, for several ranks, and for a meta model.
+        ValueError: as there, for several ranks, and for a meta model.
     """
     if settings.get("ranks", 1) > 1:
         raise ValueError(f"ranks={settings['ranks']} cannot be measured: a step is taken in this process alone")
@@ -80,7 +80,7 @@ def measure_training_memory(
 
 
 def _real_model(source: PreTrainedConfig | nn.Module, precision: str, device: torch.device) -> PreTrainedModel:
-    """Copy a model, or create one with random weights; a quantized precision is loaded by :func:`hf_mp.load`."""
+    """Copy a model, or create one with random weights."""
     chosen = parse_precision(precision)
     if isinstance(source, nn.Module):
         check_quantizable(source, precision)

@@ -1,4 +1,4 @@
-"""Finds the configuration and class of a model, loads it, and creates it on the meta device."""
+"""Finds, loads and copies models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
@@ -26,7 +26,7 @@ from hf_mp.ranks.parallelism import is_dtensor
 
 ModelLike = str | Path | PreTrainedConfig | nn.Module
 
-# Classes with a loss by model_type, in order of priority. `_ENCODER_DECODERS` come first for encoder-decoders.
+# Classes with a loss by model_type, in order of priority.
 _ENCODER_DECODERS = (
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
@@ -42,7 +42,6 @@ _WITH_A_LOSS = (
     modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 )
 
-# Fields of configurations with the number of positions. Encoder and decoder may have one each.
 _POSITIONS = (
     "max_position_embeddings",
     "max_target_positions",
@@ -51,7 +50,7 @@ _POSITIONS = (
 )
 _WRITE_TEXT = ("ForConditionalGeneration", "EncoderDecoderModel", "ForCausalLM")
 
-# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, and the released checkpoints.
+# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2.
 _GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024}
 
 BUILT_IN: dict[str, dict[str, Any]] = {
@@ -66,8 +65,8 @@ def find_model(model: ModelLike) -> PreTrainedConfig | nn.Module:
     """Return a model unchanged, or else its configuration.
 
     Raises:
-        TypeError: for a module that is neither a model of Transformers nor of PEFT.
-        ValueError: for a model with a replaced forward or sharded weights.
+        TypeError: for a module of neither Transformers nor PEFT.
+        ValueError: for a replaced forward or sharded weights.
     """
     if not isinstance(model, nn.Module):
         return find_config(model)
@@ -88,23 +87,16 @@ def find_model(model: ModelLike) -> PreTrainedConfig | nn.Module:
 
 def transformers_model(model: nn.Module) -> nn.Module:
     """Return the Transformers model inside a PEFT model, or ``model`` itself."""
-    # PEFT may not be installed.
     is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return cast(Any, model).get_base_model() if is_peft else model
 
 
 def config_of(source: PreTrainedConfig | nn.Module) -> PreTrainedConfig:
-    """Return the configuration of a model, or ``source`` itself if it is one."""
     return cast(Any, transformers_model(source)).config if isinstance(source, nn.Module) else source
 
 
 def find_config(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy of a configuration, a built-in one, or that of a directory, a file or the Hub.
-
-    Raises:
-        TypeError: for another type.
-        ValueError: if none is found.
-    """
+    """Return a copy of a configuration, a built-in one, or that of a directory, a file or the Hub."""
     if isinstance(model, PreTrainedConfig):
         return copy.deepcopy(model)
     if not isinstance(model, (str, Path)):
@@ -118,13 +110,12 @@ def find_config(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: Any) -> Any:
-    """Call ``from_pretrained``, with the cache only if a request to the Hub fails; raise a ValueError if it fails."""
+    """Call ``from_pretrained``, with the cache only if a request to the Hub fails."""
     hub_error = None if Path(model).exists() else ask_hub(str(model))
+    defaults = {"local_files_only": hub_error is not None, "trust_remote_code": False}
     try:
-        return from_pretrained(
-            str(model), **{"local_files_only": hub_error is not None, "trust_remote_code": False, **settings}
-        )
-    # Transformers raises the last four for files with other contents.
+        return from_pretrained(str(model), **{**defaults, **settings})
+    # Raised for other contents.
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if hub_error is not None and isinstance(error, OSError):  # neither on the Hub nor in the cache
             why = (
@@ -141,26 +132,26 @@ def _fetch(model: str | Path, from_pretrained: Callable[..., Any], **settings: A
 
 
 def ask_hub(name: str) -> Exception | None:
-    """Return the error of one request for the model, or None; ``from_pretrained`` would retry for half a minute."""
+    """Return the error of one request, or None; ``from_pretrained`` retries for half a minute."""
     try:
         HfApi().model_info(name, timeout=10)
-    except Exception as error:  # types differ: no network, no such model, no access, invalid name
+    except Exception as error:
         return error
     return None
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that a configuration names, or the class of its ``model_type`` with a loss."""
-    # The class without a head has no loss, except CLIP's, which is in `_WITH_A_LOSS`.
+    """Return the class of a configuration, or that of its ``model_type`` with a loss."""
+    # Without a head there is no loss, except CLIP's.
     bare = modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type)
-    mappings = (*(_ENCODER_DECODERS if config.is_encoder_decoder else ()), *_WITH_A_LOSS)
-    of_type = next((found for names in mappings if (found := names.get(config.model_type))), None)
     for name in getattr(config, "architectures", None) or []:
         found = getattr(transformers, name, None)
         if name != bare and isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
-    if of_type is not None:
-        return getattr(transformers, of_type if isinstance(of_type, str) else of_type[0])
+    for mapping in (*(_ENCODER_DECODERS if config.is_encoder_decoder else ()), *_WITH_A_LOSS):
+        names = mapping.get(config.model_type)
+        if names:
+            return getattr(transformers, names if isinstance(names, str) else names[0])
     raise ValueError(
         f"no model with a loss is known for model_type {config.model_type!r}: name a class of Transformers in the "
         'configuration, as "architectures": ["BertForMaskedLM"], or give the model'
@@ -168,14 +159,13 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def class_of(source: PreTrainedConfig | nn.Module) -> type[PreTrainedModel]:
-    """Return the Transformers class of a model or a configuration."""
     if isinstance(source, nn.Module):
         return cast(type[PreTrainedModel], type(transformers_model(source)))
     return model_class(source)
 
 
 def longest_sequence(source: PreTrainedConfig | nn.Module) -> float | None:
-    """Return the maximum number of tokens in a sequence, infinite if unlimited; None for a model without tokens."""
+    """Return the maximum sequence length in tokens, may be infinite; None for a model without tokens."""
     kind, config = class_of(source), config_of(source).get_text_config()
     if kind.main_input_name != "input_ids" and not kind.__name__.endswith(_WRITE_TEXT):
         return None
@@ -186,13 +176,7 @@ def longest_sequence(source: PreTrainedConfig | nn.Module) -> float | None:
 
 
 def meta_model(source: PreTrainedConfig | nn.Module, precision: str) -> PreTrainedModel:
-    """Create on the meta device the model that :func:`hf_mp.load` would load, or a copy of a given model.
-
-    Frozen weights and adapters of a given model are preserved. bitsandbytes' own functions quantize the weights.
-
-    Raises:
-        ValueError: if ``precision`` quantizes a model that is quantized already or has adapters.
-    """
+    """Create on the meta device the model that :func:`hf_mp.load` would load, or a copy of a given one."""
     dtype = parse_precision(precision).dtype
     if isinstance(source, nn.Module):
         check_quantizable(source, precision)
@@ -202,8 +186,11 @@ def meta_model(source: PreTrainedConfig | nn.Module, precision: str) -> PreTrain
         with torch.device("meta"):
             model = model_class(source)._from_config(copy.deepcopy(source), dtype=dtype)
         model.tie_weights()
-    if (quantization := bitsandbytes_config(precision)) is None:
-        return model
+    quantization = bitsandbytes_config(precision)
+    return model if quantization is None else _quantize(model, quantization, dtype)
+
+
+def _quantize(model: PreTrainedModel, quantization: BitsAndBytesConfig, dtype: torch.dtype) -> PreTrainedModel:
     quantizer: Any = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
     for name, parameter in list(model.named_parameters()):
@@ -226,20 +213,16 @@ def check_quantizable(model: nn.Module, precision: str) -> None:
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy a model with its quantized weights; ``memo`` as for ``copy.deepcopy``."""
+    """Deep-copy a model with its quantized weights."""
     copied = copy.deepcopy(model, memo)
-    # bitsandbytes does not use the memo for quantization state, so weight and module would have different copies.
+    # bitsandbytes ignores the memo: weight and module would have different quantization state.
     for parameter, copied_parameter in zip(model.parameters(), copied.parameters(), strict=True):
         vars(copied_parameter).update(copy.deepcopy(vars(parameter), memo))
     return copied
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
-    """Copy the modules and hooks of ``model``, with tensors on the meta device.
-
-    Raises:
-        ValueError: for a model that ``copy.deepcopy`` does not support.
-    """
+    """Copy the modules and hooks of ``model``, with tensors on the meta device."""
     memo: dict[int, Any] = {}
     for _, _, tensor in tensors_of(model):
         _on_device(tensor, torch.device("meta"), memo)
@@ -277,9 +260,8 @@ def load(
     """Load a model through Transformers' ``from_pretrained`` in one of six precisions.
 
     ``int8`` is LLM.int8() (Dettmers et al. 2022), ``nf4`` and ``fp4`` are QLoRA's 4-bit types (Dettmers et al. 2023),
-    all from bitsandbytes, also on a CPU: weights of linear layers are quantized, all others are FP16.
-
-    Does not run a model's own code, and reads no weights outside of its directory.
+    all from bitsandbytes, also on a CPU: weights of linear layers are quantized, all others are FP16. Does not run a
+    model's own code, and reads no weights outside of its directory.
 
     Args:
         model_name_or_path: a directory that ``save_pretrained`` wrote, or a model on the Hub or in the cache.
@@ -287,18 +269,15 @@ def load(
         double_quant: also quantize the quantization state of ``nf4`` and ``fp4`` (QLoRA, section 3); default False.
         settings: for ``from_pretrained``: ``device_map``, ``revision``, ``attn_implementation`` and so on.
 
-    Returns:
-        The model that ``from_pretrained`` returns.
-
     Raises:
         ValueError: for an unknown precision, or a model that cannot be loaded.
-        TypeError: for a ``dtype`` or ``quantization_config`` in addition to ``precision``.
-        ImportError: if bitsandbytes is needed and missing.
+        TypeError: for a ``dtype`` or ``quantization_config``.
+        ImportError: if bitsandbytes is missing.
     """
     dtype = parse_precision(precision).dtype
     config = find_config(model_name_or_path)
     kind = model_class(config)
-    # Both are always passed, so that Python raises a TypeError if `settings` has one.
+    # Both, so that Python raises a TypeError if `settings` has one.
     given = {"dtype": dtype, "quantization_config": bitsandbytes_config(precision, double_quant)}
 
     def from_pretrained(name: str, **all_settings: Any) -> PreTrainedModel:
@@ -312,32 +291,30 @@ _FILE_SETTINGS = ("cache_dir", "force_download", "local_files_only", "proxies", 
 
 
 def _check_shards(name: str, config: PreTrainedConfig, settings: Mapping[str, Any]) -> None:
-    """Raise a ValueError if an index of shards names a file outside of the model's directory."""
+    """Raise a ValueError if an index names a file outside of the model's directory."""
     file_settings = {key: settings[key] for key in _FILE_SETTINGS if key in settings}
-    variant = settings.get("variant")
-    ending = ".json" if variant is None else f".{variant}.json"
-    names = [name.replace(".json", ending) for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)]
-    # A configuration may name an index, which Transformers restricts to the directory, but not the shards in it.
-    own = getattr(config, "transformers_weights", None)
-    if isinstance(own, str) and own.endswith(".index.json"):
-        names.append(own)
-    for index_name in names:
+    for index_name in _index_names(config, settings.get("variant")):
         try:
             index = cached_file(name, index_name, **file_settings)
-        except OSError:  # most models have no such file
+        except OSError:
             continue
         shards = set(json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"].values())
         if outside := [shard for shard in shards if not (isinstance(shard, str) and is_inside(shard))]:
             raise ValueError(f"{index_name} names a shard outside of its directory: {outside[0]!r:.200}")
 
 
-def replace_tensors(model: nn.Module, device: torch.device) -> None:
-    """Replace the tensors of a model by uninitialized ones on ``device``; ties are preserved.
+def _index_names(config: PreTrainedConfig, variant: str | None) -> list[str]:
+    ending = ".json" if variant is None else f".{variant}.json"
+    names = [name.replace(".json", ending) for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)]
+    # Transformers restricts this name to the directory, but not the shards in it.
+    own = getattr(config, "transformers_weights", None)
+    return [*names, own] if isinstance(own, str) and own.endswith(".index.json") else names
 
-    bitsandbytes' parameters cannot be created in a FakeTensorMode, so this makes a model's tensors fake.
-    """
+
+def replace_tensors(model: nn.Module, device: torch.device) -> None:
+    """Replace tensors by uninitialized ones on ``device``, fake in a FakeTensorMode; ties are preserved."""
     memo: dict[int, Any] = {}
-    # Module._apply would untie weights and drop attributes of bitsandbytes' parameters.
+    # Module._apply would untie weights.
     for module in model.modules():
         for registry in (module._parameters, module._buffers, vars(module)):
             for name, value in list(registry.items()):
@@ -345,21 +322,16 @@ def replace_tensors(model: nn.Module, device: torch.device) -> None:
 
 
 def _on_device(value: Any, device: torch.device, memo: dict[int, Any]) -> Any:
-    """Return an uninitialized tensor, or bitsandbytes' state with such tensors, on ``device``; other values unchanged.
-
-    ``memo`` maps the id of each value to its replacement, and is extended.
-    """
+    """Return a replacement of ``value``, unchanged if it has no tensor; ``memo`` maps ids to replacements."""
     if id(value) in memo:  # tied
         return memo[id(value)]
     if isinstance(value, Tensor):
         new: Any = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         if isinstance(value, nn.Parameter):
             new = nn.Parameter(new, requires_grad=value.requires_grad)
-            # bitsandbytes stores codes and scales in attributes, and the weight itself under a second name.
-            weight_key = value.untyped_storage()._cdata, value.shape
+            # bitsandbytes stores codes, scales, and the weight itself in attributes.
             for name, item in vars(value).items():
-                is_weight = isinstance(item, Tensor) and (item.untyped_storage()._cdata, item.shape) == weight_key
-                setattr(new, name, new.detach() if is_weight else _on_device(item, device, memo))
+                setattr(new, name, new.detach() if _is_alias(item, value) else _on_device(item, device, memo))
     elif is_bitsandbytes(value):
         new = copy.copy(value)
         for name, item in vars(value).items():
@@ -368,3 +340,8 @@ def _on_device(value: Any, device: torch.device, memo: dict[int, Any]) -> Any:
         return value
     memo[id(value)] = new
     return new
+
+
+def _is_alias(value: Any, weight: Tensor) -> bool:
+    is_alike = isinstance(value, Tensor) and value.shape == weight.shape
+    return is_alike and value.untyped_storage()._cdata == weight.untyped_storage()._cdata

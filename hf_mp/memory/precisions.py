@@ -34,7 +34,6 @@ PRECISIONS: dict[str, LoadPrecision] = {
 
 
 def parse_precision(precision: str | torch.dtype) -> LoadPrecision:
-    """Return the entry of :data:`PRECISIONS`; raise a ValueError with the allowed names."""
     if spell(precision) not in PRECISIONS:
         raise ValueError(
             f"precision={precision!r} is not known for loading: use one of {', '.join(PRECISIONS)}"
@@ -44,7 +43,7 @@ def parse_precision(precision: str | torch.dtype) -> LoadPrecision:
 
 
 def bitsandbytes_config(precision: str | torch.dtype, double_quant: bool = False) -> BitsAndBytesConfig | None:
-    """Return Transformers' configuration for a quantized precision; None for other precisions."""
+    """Return Transformers' configuration for a quantized precision, or None."""
     quantization = parse_precision(precision).quantization
     if double_quant and (quantization is None or "load_in_4bit" not in quantization):
         raise ValueError(f"double_quant is for nf4 and fp4, it has no meaning with precision={precision!r}")
@@ -91,11 +90,10 @@ TRAINING_PRESETS: dict[str, TrainingPreset] = {
 """Presets of estimates and measurements by the value of ``precision``."""
 
 SHOWN_PRESETS = ("fp32", "trainer-fp16", "fp16", "bf16", "fp16-lean")
-"""Default presets of ``hf-mp memory --train``. All twelve would take twice as long, and do not fit in a terminal."""
+"""Default presets of ``hf-mp memory --train``. All twelve do not fit in a terminal."""
 
 
 def parse_preset(name: str | torch.dtype) -> TrainingPreset:
-    """Return the entry of :data:`TRAINING_PRESETS`; raise a ValueError with the allowed names."""
     if spell(name) not in TRAINING_PRESETS:
         raise ValueError(
             f"precision={name!r} is not known for training: use one of {', '.join(TRAINING_PRESETS)}"

@@ -1,4 +1,4 @@
-"""``MemoryRecorder``: dispatch mode that records when each storage, real or fake, is allocated and freed."""
+"""``MemoryRecorder``: allocations and frees of storages, real or fake."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ _CATEGORIES = {
     Kind.QUANTIZATION_STATE: Category.FROZEN_WEIGHTS,
 }
 
-# CUDA's caching allocator rounds each request up to a multiple of 512 bytes. For requests of 10 MiB or more it reserves
-# a multiple of 2 MiB, and does not split off a remainder of up to 1 MiB.
+# CUDA's caching allocator rounds requests up to 512 bytes. From 10 MiB on it reserves multiples of 2 MiB, and does not
+# split off a remainder of up to 1 MiB.
 _CUDA_BLOCK_BYTES, _CUDA_SEGMENT_BYTES = 512, 2**21
 _CUDA_OWN_SEGMENT_BYTES, _CUDA_MAX_REMAINDER_BYTES = 10 * 2**20, 2**20
 
 
 @dataclass
 class CopiedBytes:
-    """Bytes copied between host and device."""
-
     inbound: int = 0  # to the device
     outbound: int = 0
 
 
 class MemoryRecorder(TorchDispatchMode):
-    """Records the storages that ops return on one device in a :class:`Ledger`; workspaces of kernels are not recorded.
+    """Records the storages that ops return on one device in a :class:`Ledger`, without workspaces of kernels.
 
     ``torch.distributed._tools.mem_tracker.MemTracker`` works the same way.
     """
@@ -51,11 +49,11 @@ class MemoryRecorder(TorchDispatchMode):
         self.ledger = Ledger()
         self.device = device
         self._on_gpu = device.type in ("cuda", "meta")  # meta replaces a GPU
-        # Weak references instead of addresses, which are reused.
+        # Weak references: addresses are reused.
         self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._in_head = False
         self._followed: list[nn.Parameter] = []
-        # Host memory of offload, which is on the meta device as well.
+        # Host memory of offload, on the meta device as well.
         self._on_host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._makes_host_memory = False
         self.copied = CopiedBytes()
@@ -74,7 +72,7 @@ class MemoryRecorder(TorchDispatchMode):
         return result
 
     def make_host_memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate zeros on the recorder's device that are not recorded, instead of host memory."""
+        """Allocate zeros that are not recorded, instead of host memory."""
         self._makes_host_memory = True
         try:
             memory = torch.zeros(elements, dtype=dtype, device=self.device)
@@ -90,7 +88,7 @@ class MemoryRecorder(TorchDispatchMode):
             self.copied.inbound += source.nbytes * is_inbound
 
     def _add(self, storage: torch.UntypedStorage, category: Category, op: str = "") -> None:
-        # torch has one Python object for each storage, with the lifetime of its memory.
+        # A storage has one Python object, with the lifetime of its memory.
         weakref.finalize(storage, self.ledger.free, storage._cdata).atexit = False
         self._allocate(storage, category, op)
 
@@ -99,7 +97,6 @@ class MemoryRecorder(TorchDispatchMode):
         self.ledger.allocate(storage._cdata, size_bytes, category, op)
 
     def _category(self, tensor: Tensor, func: Any, args: Any) -> Category:
-        """Return the category of a tensor that the op ``func`` has allocated."""
         phase = self.ledger.phase
         if phase is Phase.SETUP:  # batches and masks
             return Category.INPUTS_AND_BUFFERS
@@ -114,7 +111,7 @@ class MemoryRecorder(TorchDispatchMode):
         return Category.ACTIVATIONS if phase is Phase.FORWARD or is_recomputation else Category.TEMPORARIES
 
     def take(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Set the category of tensors; record those that are not in the ledger."""
+        """Set the category of tensors, in the ledger or new."""
         for tensor in self._local_parts(tensors):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.ledger.live:
@@ -124,7 +121,7 @@ class MemoryRecorder(TorchDispatchMode):
     def start_phase(self, phase: Phase) -> None:
         """Set the phase of later allocations, and the category of all gradients."""
         self.ledger.phase = phase
-        # Hooks on parameters would change how lean layouts store gradients.
+        # Hooks would change how lean layouts store gradients.
         for parameter in self._followed:
             self.take(gradients_of(parameter), Category.GRADIENTS)
         if phase is not Phase.BACKWARD:  # backward begins in the head
@@ -132,9 +129,8 @@ class MemoryRecorder(TorchDispatchMode):
 
     @torch.no_grad()
     def _local_parts(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the local parts of ``tensors`` that are in memory of the device."""
         parts: list[Any] = local_parts(tensors)
-        # Outputs of collectives are wrapped until they are read.
+        # Outputs of collectives are wrapped.
         plain = [part.elem if type(part).__name__ == "AsyncCollectiveTensor" else part for part in parts]
         on_device = [part for part in plain if part.device.type == self.device.type]
         if not self._on_host:
@@ -157,7 +153,7 @@ class MemoryRecorder(TorchDispatchMode):
 
         # Without a head, register the hook on an unused module.
         head = getattr(model, "get_output_embeddings", nn.Identity)() or nn.Identity()
-        # FSDP2 frees and allocates gathered weights by resizing their storages, which is no op.
+        # FSDP2 resizes the storages of gathered weights, which is no op.
         with (
             head.register_forward_pre_hook(self._enter_head),
             mock.patch.object(torch.UntypedStorage, "resize_", resized),
@@ -165,7 +161,7 @@ class MemoryRecorder(TorchDispatchMode):
             yield
 
     def _categorize(self, model: nn.Module) -> None:
-        """Set the categories of the tensors of ``model``, and record which storages are parameters."""
+        """Set the categories of tensors, and record the storages of parameters."""
         for _, kind, tensor in tensors_of(model):
             category = _CATEGORIES.get(kind, Category.INPUTS_AND_BUFFERS)
             if isinstance(tensor, nn.Parameter):
@@ -180,7 +176,7 @@ class MemoryRecorder(TorchDispatchMode):
         self._in_head = True
         for value in args:
             if isinstance(value, Tensor) and value.requires_grad:
-                # Called when backward has computed the gradient of the head's input.
+                # When backward leaves the head.
                 value.register_hook(self._leave_head)
 
     def _leave_head(self, gradient: Tensor) -> None:
@@ -188,7 +184,7 @@ class MemoryRecorder(TorchDispatchMode):
 
 
 def _on_cuda(size_bytes: int) -> int:
-    """Return the bytes that CUDA's caching allocator uses for a request if it reuses no larger freed block."""
+    """Return the bytes that CUDA's caching allocator uses for a request."""
     rounded, segment = (-(-size_bytes // unit) * unit for unit in (_CUDA_BLOCK_BYTES, _CUDA_SEGMENT_BYTES))
     uses_segment = rounded >= _CUDA_OWN_SEGMENT_BYTES and segment - rounded <= _CUDA_MAX_REMAINDER_BYTES
     return segment if uses_segment else rounded

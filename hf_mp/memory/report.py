@@ -1,4 +1,4 @@
-"""Gathers the memory report of a model, loaded and trained."""
+"""The memory report of a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MemoryReport:
     parameters: int
     footprints: dict[str, MemoryFootprint]
     training: dict[str, TrainingRow]
-    unavailable: dict[str, str]  # reason by missing precision
+    unavailable: dict[str, str]
     gpu_bytes: int | None  # memory of the GPU, if given
     ways: tuple[Way, ...] = ()  # if no preset fits into it: settings that fit, or the leanest
 
@@ -50,13 +50,10 @@ def gather_report(
 ) -> MemoryReport:
     """Count and estimate the memory of a model from its configuration.
 
-    ``presets`` are training presets or ``"all"``. ``progress`` is called with a description of each step. Precisions
-    that cannot be used, because of a missing package or the settings, are listed in ``unavailable``.
-
-    Raises:
-        ValueError: if none can be used, and as :func:`estimate_training_memory`.
+    ``presets`` are training presets or ``"all"``; ``progress(text)`` is called before each step. Precisions that lack a
+    package or do not support the settings are in ``unavailable``.
     """
-    # Check the names before the estimates, which take minutes for a large model.
+    # Raises for unknown names before the estimates, which take minutes.
     labels = {spell(name): parse_preset(name).label for name in (TRAINING_PRESETS if "all" in presets else presets)}
     source = find_model(model)
 
@@ -88,7 +85,7 @@ def gather_report(
 
 
 def _results_and_errors(names: Iterable[str], compute: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """Call ``compute`` for each name; return results and error messages by name. Raise if all calls fail."""
+    """Return results of ``compute`` and error messages by name. Raise if all calls fail."""
     results: dict[str, T] = {}
     errors: dict[str, Exception] = {}
     for name in names:
@@ -137,7 +134,7 @@ def _ways_that_fit(
 
 
 def as_json(report: MemoryReport) -> dict[str, Any]:
-    """Convert a report to plain values for JSON; all sizes are in bytes."""
+    """Return a report for JSON; all sizes are in bytes."""
     return {
         "model": report.model,
         "architecture": report.architecture,

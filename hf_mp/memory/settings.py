@@ -1,4 +1,4 @@
-"""``TrainingSettings``: validated settings of an estimated or measured training step."""
+"""``TrainingSettings``: settings of a training step."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MOST_RANKS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """Settings of a training step. Each rank has ``batch_size`` sequences; with ``"tp"`` all ranks have the same."""
+    """Settings of a training step; with ``"tp"`` all ranks have the same sequences."""
 
-    ranks: int = 1  # processes
+    ranks: int = 1
     parallel: Parallel = "fsdp2"
     node_size: int = 8  # ranks on one machine
     precision: str  # one of hf_mp.memory.precisions.TRAINING_PRESETS
     seq_len: int | None  # tokens in a sequence; None for a model without token ids
     batch_size: int = 1  # sequences, images, ... in one forward
-    accumulation_steps: int = 1  # micro-batches in one update
-    gradient_checkpointing: bool = False  # recompute blocks in backward
+    accumulation_steps: int = 1
+    gradient_checkpointing: bool = False
     optimizer: str = "adamw_torch_fused"  # default of TrainingArguments(optim=...)
     free_gradients: FreeGradients = "step"  # as for MixedPrecision
     offload: str | None = None  # as for MixedPrecision
@@ -63,7 +63,6 @@ class TrainingSettings:
 
 
 def _check_count(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise a ValueError unless ``value`` is an int from ``least`` to ``most`` (None: no upper bound)."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or value > (most or value):
         end = "on" if most is None else f"to {most}"
         raise ValueError(f"{name}={value!r} is not possible: use a whole number from {least} {end}")
@@ -82,13 +81,9 @@ def make_settings(
 
     Args:
         source: of :func:`hf_mp.memory.models.find_model`.
-        precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`.
-        seq_len, optimizer: default as for :func:`hf_mp.estimate_training_memory`.
+        precision, seq_len, optimizer: as for :func:`hf_mp.estimate_training_memory`.
         gradient_checkpointing: also True if the model has it enabled.
         settings: other fields of :class:`TrainingSettings`.
-
-    Raises:
-        ValueError: for an invalid value or combination.
     """
     preset, longest = parse_preset(precision), longest_sequence(source)
     if seq_len is None:
@@ -98,7 +93,7 @@ def make_settings(
         raise ValueError(
             f"seq_len={seq_len} is for token ids, and {kind.__name__} reads {kind.main_input_name}: leave it out"
         )
-    # A fused update does not support the mix of DTensors and plain tensors of a tensor parallel model.
+    # A fused update does not mix DTensors and plain tensors.
     default = "adamw_torch" if settings.get("parallel") == "tp" else TrainingSettings.optimizer
     chosen = TrainingSettings(
         precision=spell(precision),
@@ -127,7 +122,6 @@ def make_settings(
 
 
 def check_device(settings: TrainingSettings, device: str) -> None:
-    """Raise a ValueError for offload with ``device="cpu"``."""
     if settings.offload is not None and device == "cpu":
         raise ValueError(
             f"offload={settings.offload!r} moves memory from a GPU to the host, and device='cpu' has the host's alone: "

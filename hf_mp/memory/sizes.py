@@ -13,7 +13,7 @@ _MAX_GIB = 10_000  # of a number without a unit; larger ones are probably bytes
 def parse_size(text: str | int) -> int:
     """Return the bytes of ``"24GiB"``, ``"512 MiB"``, ``"24GB"``, ``"24G"`` or ``"24"`` (GiB); an int is in bytes.
 
-    All units are 1024-based: a GPU sold with 24 GB has 24 GiB.
+    A GPU sold with 24 GB has 24 GiB.
     """
     if isinstance(text, int):
         return text
@@ -30,16 +30,18 @@ def readable(size_bytes: float) -> str:
 
 
 def unit_of(size_bytes: float) -> str:
-    """Return the largest unit that is not larger than the size."""
     return next((name for name, unit in _UNITS.items() if abs(size_bytes) >= unit), "B")
 
 
 def in_unit(size_bytes: float, unit: str) -> str:
-    """Format the number without its unit; bytes have no decimals."""
+    """Format the number without its unit."""
     return f"{size_bytes:,.0f}" if unit == "B" else f"{size_bytes / _UNITS[unit]:,.2f}"
 
 
 def largest_first(sizes: Mapping[Any, int]) -> str:
     """Format named sizes except 0, largest first: ``parameters 1.00 MiB, buffers 512 B``."""
-    ordered = sorted(sizes.items(), key=lambda entry: -entry[1])
-    return ", ".join(f"{name} {readable(size_bytes)}" for name, size_bytes in ordered if size_bytes)
+    return ", ".join(
+        f"{name} {readable(size_bytes)}"
+        for name, size_bytes in sorted(sizes.items(), key=lambda entry: -entry[1])
+        if size_bytes
+    )

@@ -28,7 +28,7 @@ Figures = Iterable[tuple[str, int | str]]  # label, and bytes or text
 
 
 def loaded_figures(footprint: MemoryFootprint) -> Figures:
-    """Yield the bytes of a loaded model in total, by kind, and by dtype."""
+    """Yield the bytes of a loaded model."""
     yield "total", footprint.total_bytes
     yield from ((kind.value, footprint.by_kind.get(kind, 0)) for kind in _SHOWN_KINDS)
     yield "Transformers counts", footprint.transformers_bytes
@@ -36,7 +36,7 @@ def loaded_figures(footprint: MemoryFootprint) -> Figures:
 
 
 def training_figures(row: TrainingRow) -> Figures:
-    """Yield the memory of a training step at its peak; host memory, largest batch and traffic if the row has them."""
+    """Yield peak, host memory, largest batch and traffic of a training step."""
     yield "peak", row.estimate.peak_bytes
     yield "in", row.estimate.peak_phase.value
     yield from ((category.value, size) for category, size in row.estimate.bytes_by_category.items())
@@ -58,7 +58,7 @@ def training_figures(row: TrainingRow) -> Figures:
 def in_columns(columns: Mapping[str, Figures]) -> list[tuple[str, ...]]:
     """Return a row for each label of any column, in order of appearance, with "" for missing cells.
 
-    All sizes of a row have the unit of the largest. Rows with no size but 0 are left out.
+    All sizes of a row have the unit of the largest. Rows of 0 are left out.
     """
     by_label = [dict(figures) for figures in columns.values()]
     labels = dict.fromkeys(label for figures in by_label for label in figures)
@@ -77,7 +77,7 @@ def in_columns(columns: Mapping[str, Figures]) -> list[tuple[str, ...]]:
 
 @group()
 def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
-    """Yield the tables and notes of a report, for a console of ``width`` characters."""
+    """Yield tables and notes for a console of ``width`` characters."""
     yield Text(f"{report.model}: {report.architecture}, {report.parameters:,} parameters")
     loaded = {PRECISIONS[name].label: loaded_figures(found) for name, found in report.footprints.items()}
     yield from _tables("Loaded", loaded, width)
@@ -99,7 +99,6 @@ def render(report: MemoryReport, width: int) -> Iterator[RenderableType]:
 
 
 def _advice(ways: Sequence[Way], gpu_bytes: int) -> str:
-    """Return the advice if no preset fits."""
     names = [
         f"{'--gradient-checkpointing ' * way.gradient_checkpointing}--batch-size {way.batch_size} "
         f"--precision {way.precision}: {readable(way.peak_bytes)}"
@@ -111,16 +110,16 @@ def _advice(ways: Sequence[Way], gpu_bytes: int) -> str:
 
 
 def _tables(title: str, figures: Mapping[str, Figures], width: int) -> Iterator[RenderableType]:
-    """Yield the columns as tables one below the other, each with as many columns as fit into ``width``."""
+    """Yield tables one below the other, each with as many columns as fit into ``width``."""
     yield Text(f"\n{title}")
     columns = {name: list(column) for name, column in figures.items()}
-    # All columns are as wide as the longest word, so that rich breaks no word.
+    # rich must break no word.
     words = " ".join((*columns, *(cell for row in in_columns(columns) for cell in row[1:]))).split()
-    widest = max(map(len, words))
-    most = max(1, (width - _LABEL_WIDTH) // (widest + 1))
-    for first in range(0, len(columns), most):
-        some = dict([*columns.items()][first : first + most])
-        headers = (Column(Text(name), justify="right", max_width=widest) for name in some)
+    column_width = max(map(len, words))
+    fitting = max(1, (width - _LABEL_WIDTH) // (column_width + 1))
+    for first in range(0, len(columns), fitting):
+        some = dict([*columns.items()][first : first + fitting])
+        headers = (Column(Text(name), justify="right", max_width=column_width) for name in some)
         table = Table("", *headers, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for row in in_columns(some):
             table.add_row(*map(Text, row))

@@ -1,4 +1,4 @@
-"""Estimates the memory of fine-tuning by training steps on fake tensors."""
+"""Estimates the memory of fine-tuning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from hf_mp.weights.master_weight_optimizer import MasterWeightOptimizer
 _MAX_GRAD_NORM = 1.0  # default of TrainingArguments
 _RECORDED_UPDATES = 2  # the first creates the optimizer state; later ones are like the second
 _MAX_STEPS = 40  # a measured run skips steps until the loss scale is low enough
-_RECORDED_MICRO_BATCHES = 2  # the second accumulates gradients; later ones are like the second
+_RECORDED_MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,19 +58,17 @@ class TrainingMemory(StepProfile):
 
     Attributes:
         model: class name.
-        parameters: number of parameters.
+        parameters: number.
         settings: of the step.
         device: ``"cpu"`` or ``"cuda"``.
-        measured: True for real tensors, False for fake ones.
-        peak_bytes: of all tensors together.
-        peak_phase: phase of the peak.
-        peak_op: op of the peak.
+        measured: whether the tensors were real.
+        peak_bytes, peak_phase, peak_op: of all tensors together.
         bytes_by_category: bytes of each :class:`Category` at the peak.
         by_phase: the same at the peak of forward, backward and update.
         allocator_peak_bytes: peak of CUDA's allocator, with workspaces of kernels; None if estimated or on a CPU.
         communication: traffic of one rank in a step, by collective.
-        host_bytes: page-locked host memory of a rank; 0 without offload.
-        copied_bytes: copies of a step from or to the host, the larger of the two; 0 without offload.
+        host_bytes: page-locked host memory of a rank.
+        copied_bytes: copies of a step from or to the host, the larger. Both are 0 without offload.
     """
 
     model: str
@@ -91,8 +89,6 @@ class TrainingMemory(StepProfile):
 
 @dataclass
 class TrainingSetup:
-    """A model and its optimizer, prepared for training steps."""
-
     model: nn.Module
     forward: Callable[..., Any]  # the model, or DDP around it
     optimizer: Optimizer
@@ -117,24 +113,21 @@ def estimate_training_memory(
     parallel: Parallel = "fsdp2",
     node_size: int = 8,
 ) -> TrainingMemory:
-    """Predict the memory of fine-tuning, without a GPU and without using that memory.
-
-    Runs the training's own forward, backward, clipping and update on fake tensors. No size is computed by formula.
+    """Predict the memory of fine-tuning by a forward, backward, clipping and update on fake tensors, without a GPU.
 
     Args:
         model: a name, a directory, a ``config.json``, a configuration or a model; only the configuration is read.
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
-        batch_size: sequences in one forward, without padding; default 1.
+        batch_size: sequences in a forward, without padding; default 1.
         seq_len: tokens in a sequence; default: the positions of the model, at most 1024.
-        accumulation_steps: micro-batches in one update; default 1.
-        gradient_checkpointing: recompute blocks in backward; default False.
-        optimizer: a name of ``TrainingArguments(optim=...)``; default: the preset's, else ``"adamw_torch_fused"``, or
-            ``"adamw_torch"`` for ``parallel="tp"``, because fused updates do not mix DTensors and plain tensors.
+        accumulation_steps: micro-batches; default 1.
+        gradient_checkpointing: default False.
+        optimizer: a name of ``TrainingArguments(optim=...)``; default: the preset's, else ``"adamw_torch_fused"``, with
+            ``parallel="tp"`` ``"adamw_torch"``.
         free_gradients: as for :class:`hf_mp.MixedPrecision`, with the Trainer's clipping; default ``"step"``.
         offload: as for :class:`hf_mp.MixedPrecision`, for a lean preset on a GPU; default None.
         device: ``"cuda"`` (default; needs no GPU) or ``"cpu"``.
-        ranks: processes, at most 4,096, each with ``batch_size`` sequences; default 1. The code of one of them runs, on
-            torch's fake process group.
+        ranks: processes, at most 4,096, each with ``batch_size`` sequences; default 1. The code of one runs.
         parallel: ``"fsdp2"`` (default), ``"ddp"``, ``"hsdp"`` (FSDP2 within a machine, replicated over machines) or
             ``"tp"`` (tensor parallel by the plan of Transformers; all ranks have the same sequences).
         node_size: ranks on one machine; default 8.
@@ -145,7 +138,7 @@ def estimate_training_memory(
     Raises:
         ValueError: for an unknown model, precision, optimizer or device, impossible settings, or a model with shapes
             that depend on its data.
-        RuntimeError: for several ranks, if this process is itself one of several (``torchrun``).
+        RuntimeError: for several ranks in one of several processes (``torchrun``).
     """
     with memory_predictor(
         find_model(model),
@@ -171,36 +164,30 @@ def memory_predictor(
 ) -> Iterator[Callable[[int], TrainingMemory]]:
     """Yield ``predict(batch_size)``, with one model and optimizer for all calls.
 
-    Arguments as for :func:`estimate_training_memory`; ``batch_size`` is only validated.
+    Arguments as for :func:`estimate_training_memory`.
     """
     settings = make_settings(source, precision, **given)
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r} cannot be predicted for: use 'cuda' or 'cpu'")
-    check_device(settings, device)
+    _check_predictable(settings, device)
     target = FAKE_GPU_DEVICE if device == "cuda" else torch.device("cpu")
-    preset, ranks, parallel = parse_preset(precision), settings.ranks, settings.parallel
-    if preset.lora and ranks > 1 and parallel != "ddp":
-        raise ValueError(f"parallel={parallel!r} cannot shard quantized weights of precision={precision!r}: use 'ddp'")
-    model = meta_model(source, preset.loaded)
-    # Read these before FSDP2 replaces the class.
+    model = meta_model(source, parse_preset(precision).loaded)
+    # Before FSDP2 replaces the class.
     inputs, name, parameters = Inputs.of(model, settings.precision), type(model).__name__, model.num_parameters()
     prepared = prepare_model(model, settings)
     recorder = MemoryRecorder(target)
-    communication = CommunicationRecorder(settings.node_size) if ranks > 1 else None
+    communication = CommunicationRecorder(settings.node_size) if settings.ranks > 1 else None
     host_memory = contextlib.nullcontext() if settings.offload is None else host_memory_of(recorder)
     with one_rank_of(settings, target) as mesh, fake_tensors(target), host_memory:
         replace_tensors(prepared, target)
-        if ranks > 1 and parallel == "tp":
-            make_tensor_parallel(model, ranks)
+        if settings.ranks > 1 and settings.parallel == "tp":
+            make_tensor_parallel(model, settings.ranks)
         setup = make_training_setup(shard(prepared, mesh), settings, target)
         _adapt_to_fake_tensors(setup, settings)
         with recording(setup, recorder, communication) as profile_of:
 
             def predict(batch_size: int) -> TrainingMemory:
                 batch_settings = replace(settings, batch_size=batch_size)
-                profile = profile_of(make_batch(inputs, batch_settings, target))
                 return TrainingMemory(
-                    **vars(profile),
+                    **vars(profile_of(make_batch(inputs, batch_settings, target))),
                     model=name,
                     parameters=parameters,
                     settings=batch_settings,
@@ -214,8 +201,17 @@ def memory_predictor(
             yield predict
 
 
+def _check_predictable(settings: TrainingSettings, device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} cannot be predicted for: use 'cuda' or 'cpu'")
+    check_device(settings, device)
+    precision, parallel = settings.precision, settings.parallel
+    if parse_preset(precision).lora and settings.ranks > 1 and parallel != "ddp":
+        raise ValueError(f"parallel={parallel!r} cannot shard quantized weights of precision={precision!r}: use 'ddp'")
+
+
 def _adapt_to_fake_tensors(setup: TrainingSetup, settings: TrainingSettings) -> None:
-    """Wrap the forward in DDP if needed, and cache the scale tensors, by which an update groups gradients."""
+    """Wrap the forward in DDP, and cache the scale tensors, by which updates group gradients."""
     runtime = setup.runtime
     if settings.ranks > 1 and settings.parallel == "ddp":
         has_hook = runtime is not None and runtime.policy.reduce_dtype is not torch.float32
@@ -226,25 +222,20 @@ def _adapt_to_fake_tensors(setup: TrainingSetup, settings: TrainingSettings) -> 
 
 @contextlib.contextmanager
 def fake_tensors(device: torch.device) -> Iterator[None]:
-    """Run training code on tensors without memory: fake CPU tensors, or meta tensors instead of CUDA's.
-
-    Raises:
-        ValueError: for a model with shapes or decisions that depend on its data.
-    """
+    """Run training code on tensors without memory: fake CPU tensors, or meta tensors instead of CUDA's."""
     fused = [*_get_fused_kernels_supported_devices(), FAKE_GPU_DEVICE.type]
     with (
         warnings.catch_warnings(),
         quiet_bitsandbytes(),  # it logs each matmul that it casts
-        # Constants of libraries are real tensors. Meta tensors do not need the mode, which is most of an op's time.
+        # Constants of libraries are real tensors. Meta tensors do not need the slow mode.
         contextlib.nullcontext() if device == FAKE_GPU_DEVICE else FakeTensorMode(allow_non_fake_inputs=True),
         FakeValueMode(),
-        # Transformers creates additional masks if it detects tracing.
+        # Transformers creates more masks while tracing.
         mock.patch.object(import_utils, "is_fake_tensor", lambda value: False),
-        # torch has no fused optimizers for the meta device.
         mock.patch.object(torch_optimizer, "_get_fused_kernels_supported_devices", lambda: fused),
         kernels_of_a_gpu() if device == FAKE_GPU_DEVICE else contextlib.nullcontext(),
     ):
-        # Working copies read addresses, which are 0 for all fake tensors.
+        # Addresses are 0 for all fake tensors.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             yield
@@ -256,11 +247,11 @@ def fake_tensors(device: torch.device) -> Iterator[None]:
 
 
 def prepare_model(model: PreTrainedModel, settings: TrainingSettings) -> nn.Module:
-    """Prepare a loaded model, real or on the meta device, for training."""
+    """Prepare a model, real or on the meta device, for training."""
     config = config_of(model)
     config.use_cache = False  # as the Trainer sets it
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        # The decoder prepends this token to the labels. No shape depends on its value.
+        # Prepended to the labels; no shape depends on its value.
         config.decoder_start_token_id = 0
     if parse_preset(settings.precision).lora:
         return _with_adapters(model, settings.gradient_checkpointing)
@@ -284,7 +275,7 @@ def make_training_setup(model: nn.Module, settings: TrainingSettings, device: to
     if runtime is not None:
         optimizer = runtime.attach_optimizer(optimizer)
     if preset.autocast is not None:
-        # As in accelerate's prepare_model. torch.autocast does not cast stacked experts.
+        # As accelerate does. torch.autocast does not cast stacked experts.
         if device == FAKE_GPU_DEVICE:
             region: Any = autocast(preset.autocast, rules={torch._grouped_mm: "unlisted"})
         else:
@@ -297,18 +288,19 @@ def host_bytes_of(setup: TrainingSetup) -> int:
     """Return the bytes of host memory that offload uses; 0 without offload."""
     if setup.runtime is None or setup.runtime.offload is None:
         return 0
-    optimizer: Any = setup.optimizer
-    places = [*optimizer.rooms.values(), *(p.place.rooms for p in setup.model.parameters() if hasattr(p, "place"))]
-    slabs = {id(room.slab): room.slab for rooms in places for room in rooms.values()}  # several tensors share a slab
+    of_optimizer: Any = cast(Any, setup.optimizer).rooms.values()
+    of_parameters = [cast(Any, one).place.rooms for one in setup.model.parameters() if hasattr(one, "place")]
+    # A slab is one allocation with rooms of several tensors.
+    slabs = {id(room.slab): room.slab for rooms in (*of_optimizer, *of_parameters) for room in rooms.values()}
     return sum(slab.nbytes for slab in slabs.values())
 
 
 def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.Module:
-    """Freeze a quantized model and add LoRA adapters, as in PEFT's guide to quantization; experts stay in 16 bits."""
+    """Freeze a quantized model and add LoRA adapters, as in PEFT's guide to quantization."""
     with quiet_bitsandbytes():
         from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # PEFT reads a deprecated name
-        # PEFT casts all unquantized weights to FP32, also stacked experts, which are most of a model.
+        # PEFT would cast stacked experts, which are most of a model, to FP32.
         experts = {p: p.data for module in model.modules() if has_stacked_experts(module) for p in module.parameters()}
         prepared = prepare_model_for_kbit_training(model, use_gradient_checkpointing=gradient_checkpointing)
         for parameter, data in experts.items():
@@ -320,7 +312,7 @@ def _with_adapters(model: PreTrainedModel, gradient_checkpointing: bool) -> nn.M
 
 
 def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:
-    """Create the Trainer's optimizer for ``TrainingArguments(optim=name)``, with its two parameter groups.
+    """Create the Trainer's optimizer for ``TrainingArguments(optim=name)``.
 
     Raises:
         ValueError: for an unknown name, or an optimizer with a missing package.
@@ -335,7 +327,7 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
         has_dtensors = any(map(is_dtensor, model.parameters()))
         settings.setdefault("foreach", device.type != "cpu" and not has_dtensors)  # torch's default for real tensors
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # The Trainer's groups, which affect the peak because they are updated in turn.
+    # The Trainer's groups, updated in turn.
     groups = [
         {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": 0.01},
         {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
@@ -347,7 +339,7 @@ def _optimizer_class(name: str, model: nn.Module | None) -> tuple[Any, dict[str,
     """Return ``Trainer.get_optimizer_cls_and_kwargs`` for ``TrainingArguments(optim=name)``."""
     from transformers.training_args import OptimizerNames, TrainingArguments
 
-    # __init__ would reset accelerate's state. The class has the defaults.
+    # The class has the defaults; __init__ would reset accelerate's state.
     args: Any = object.__new__(TrainingArguments)
     args.optim, args.distributed_state, args._n_gpu = OptimizerNames(name), None, 1  # one process
     try:
@@ -366,7 +358,7 @@ def _optimizer_class(name: str, model: nn.Module | None) -> tuple[Any, dict[str,
 def recording(
     setup: TrainingSetup, recorder: MemoryRecorder, communication: CommunicationRecorder | None = None
 ) -> Iterator[Callable[[dict[str, Any]], StepProfile]]:
-    """Yield ``profile_of(batch)``, which runs several steps and returns the profile with the highest peak.
+    """Yield ``profile_of(batch)``, which runs several steps and returns the highest profile.
 
     ``communication``, if given, records the last of these steps.
     """
@@ -384,7 +376,7 @@ def recording(
             recorder.take(tensors_in(list(setup.optimizer.state.values())), Category.OPTIMIZER_STATE)
             setup.optimizer.zero_grad()
             profiles.append(profile_step(recorder.ledger.events))
-        # Of equal peaks, return the last: the first step also creates the optimizer state.
+        # Of equal peaks, the last: the first step creates the optimizer state.
         return max(reversed(profiles), key=lambda profile: profile.peak_bytes)
 
     runtime = setup.runtime
@@ -397,17 +389,12 @@ def recording(
 
 
 def _loss_of(setup: TrainingSetup, batch: dict[str, Any]) -> Any:
-    """Run a forward and return its loss.
-
-    Raises:
-        ValueError: for a model that does not accept these inputs, or returns no loss for them.
-    """
     name = type(setup.model).__name__
     try:
         loss = getattr(setup.forward(**batch), "loss", None)
     except (DynamicOutputShapeException, DataDependentOutputException, torch.OutOfMemoryError):
         raise
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # as its modules raise them
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         given = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items() if isinstance(value, Tensor))
         raise ValueError(
             f"{name} takes no step on {given}, the inputs that its class and configuration suggest "
@@ -424,9 +411,9 @@ def _loss_of(setup: TrainingSetup, batch: dict[str, Any]) -> Any:
 def train_one_step(
     setup: TrainingSetup, batch: dict[str, Any], start_phase: Callable[[Phase], None] = lambda phase: None
 ) -> bool:
-    """Run forward, backward, clipping and update; return False if the update was skipped.
+    """Run forward, backward, clipping and update; return whether the update was applied.
 
-    ``start_phase`` is called before each phase. The caller clears the gradients.
+    The caller clears the gradients.
     """
     micro_batches = min(setup.accumulation_steps, _RECORDED_MICRO_BATCHES)
     for _ in range(micro_batches):
@@ -441,7 +428,7 @@ def train_one_step(
     if isinstance(setup.optimizer, MasterWeightOptimizer):
         setup.optimizer.clip_grad_norm_(_MAX_GRAD_NORM)
     else:
-        # The part of Accelerator.clip_grad_norm_ that needs no Accelerator.
+        # As Accelerator.clip_grad_norm_.
         clip: Any = Accelerator._clip_grad_norm_dtensor_aware
         clip(None, [p for p in setup.model.parameters() if p.requires_grad], _MAX_GRAD_NORM)
     setup.optimizer.step()

@@ -1,4 +1,4 @@
-"""Finds risky states of a model or a checkpoint in a folder, for ``hf-mp check``."""
+"""Risky states of a model or a checkpoint in a folder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class FolderCheck:
         path: the checked folder; the newest checkpoint of a run.
         held: number of elements by role and dtype, for example ``{"weights": {"bf16": 124439808}}``.
         risks: states that lose bits.
-        assumed_learning_rate: rate at which lost updates were counted; None if the caller or the folder gave one.
-        norms: number of norm weights.
-        norms_at_one: number of norm weights with all elements 1, their initial value.
+        assumed_learning_rate: for lost updates; None if one was given.
+        norms, norms_at_one: number of norm weights, and of those that are all 1, their initial value.
         unchanged: share of elements equal to the base, by kind of module; empty without a base.
     """
 
@@ -65,25 +64,24 @@ def check_folder(
     keeps_bits: bool = False,
     base: Path | None = None,
 ) -> FolderCheck:
-    """Find the risky states of a model or a checkpoint by headers and samples, without running code from it.
+    """Find risky states by headers and samples, without running code of the checkpoint.
 
     Args:
         path: folder of a model, a run, or a checkpoint of a Trainer, ``torch.distributed.checkpoint`` (FSDP2),
             DeepSpeed or hf_mp.
-        learning_rate: size of the updates; default: the checkpoint's, or 1e-5, usual in fine-tuning.
-        keeps_bits: whether the optimizer rounds stochastically, which is not in its state; default False.
-        base: folder of the model before training, to find weights that did not change; default None.
+        learning_rate: default: the checkpoint's, or 1e-5, usual in fine-tuning.
+        keeps_bits: whether the optimizer rounds stochastically; default False.
+        base: folder of the model before training; default None.
 
     Raises:
-        ValueError: if there are no weights, a file cannot be read, the learning rate is not positive and finite, or no
-            weight is in the base.
+        ValueError: without weights (in the base), for unreadable files, and for an invalid learning rate.
     """
-    # NaN fails this comparison, too.
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
         raise ValueError(f"a learning rate must be positive and finite, such as 1e-5, not {learning_rate}")
     folder = read_folder(path)
-    base_parts = {} if base is None else read_folder(base).parts
-    evidence = evidence_of(folder, learning_rate, keeps_bits=keeps_bits, base=base_parts)
+    evidence = evidence_of(
+        folder, learning_rate, keeps_bits=keeps_bits, base={} if base is None else read_folder(base).parts
+    )
     elements: dict[str, Counter[str]] = defaultdict(Counter)
     for role, role_name in _ROLES.items():
         for one in getattr(evidence, role):
@@ -101,11 +99,7 @@ def check_folder(
 
 
 def _unchanged(weights: Iterable[TensorSample], path: Path, base: Path) -> dict[str, float]:
-    """Return the share of elements equal to the base by kind of module (``q_proj.weight``), largest first.
-
-    Raises:
-        ValueError: if no weight was compared.
-    """
+    """Return shares of elements equal to the base by kind of module, largest first."""
     shares: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for one in weights:
         if one.unchanged_share is not None:
@@ -116,5 +110,4 @@ def _unchanged(weights: Iterable[TensorSample], path: Path, base: Path) -> dict[
             f"no weight of {path} has the name and the size of one in {base}: pass the model that training began from. "
             "If shards of several ranks hold it, save it with save_pretrained first"
         )
-    means = {kind: mean(found) for kind, found in shares.items()}
-    return dict(sorted(means.items(), key=lambda entry: -entry[1]))
+    return dict(sorted(((kind, mean(found)) for kind, found in shares.items()), key=lambda entry: -entry[1]))

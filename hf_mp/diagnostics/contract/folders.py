@@ -1,7 +1,6 @@
 """Reads headers and samples of a model or a checkpoint in a folder, without running code from it.
 
-Headers contain the place of each tensor, from which a few blocks are read. Files of ``torch.save`` are unpickled with
-``weights_only``. Classes that are not allowed, for example DeepSpeed's, are replaced by :class:`Inert`.
+Pickles are loaded with ``weights_only``; :class:`Inert` replaces other classes, for example DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from hf_mp.environment.libraries import first_line
 from hf_mp.kernels.nested import named_tensors
 
 BLOCKS, BLOCK = 4, 1024  # sampled blocks of a tensor, and elements of a block
-# Dtypes of safetensors; others (8 bits, integers) are of quantized weights, which are not trained.
+# Other dtypes of safetensors are of quantized weights, which are not trained.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _OPTIMIZER_STATE = re.compile(r"(\w+\.)?optim|.*(exp_avg|momentum_buffer)")  # for example optimizer.state.0.exp_avg
 
 
-# Classes and functions that metadata of shards may use, besides torch's constants and its metadata classes.
+# Also allowed in metadata of shards.
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _HARMLESS = {
     "torch.Size",
@@ -63,18 +62,17 @@ _HARMLESS = {
 
 
 class Inert:
-    """Replaces classes that are not loaded; accepts all arguments and does nothing."""
+    """Replaces classes that are not loaded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    # Called by pickle with the state of an object.
-    __setstate__ = __init__
+    __setstate__ = __init__  # called by pickle
 
 
 @dataclass(frozen=True)
 class Part:
-    """Place of a tensor, or of a shard of one, in a file."""
+    """Place of a tensor or a shard in a file."""
 
     file: Path
     dtype: torch.dtype
@@ -88,8 +86,8 @@ class Folder:
 
     Attributes:
         path: of the folder.
-        parts: parts of each floating tensor by name, one per rank; names of optimizer state begin with ``optim``.
-        groups: settings of optimizer groups, and logged learning rates.
+        parts: of each floating tensor, one per rank; names of optimizer state begin with ``optim``.
+        groups: of optimizers, and logged learning rates.
     """
 
     path: Path
@@ -97,7 +95,7 @@ class Folder:
     groups: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, name: str, part: Part) -> None:
-        """Add a part of a floating tensor; raise an EOFError for a truncated file."""
+        """Add ``part`` if it is floating; raise an EOFError for a truncated file."""
         if part.first + part.elements * part.dtype.itemsize > part.file.stat().st_size:
             raise EOFError("it ends before its last tensor: copy it again")
         if part.elements and part.dtype.is_floating_point:
@@ -105,18 +103,19 @@ class Folder:
 
 
 def read_folder(path: Path) -> Folder:
-    """Read the headers in ``path``, or in the newest checkpoint of a run.
+    """Read the headers in ``path`` or the newest checkpoint in it.
 
     Raises:
         ValueError: if there are no weights, or a file cannot be read.
     """
     if not path.is_dir():
         raise ValueError(f"{path} {'is a file: name its folder' if path.exists() else 'does not exist'}")
-    steps = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _CHECKPOINT.fullmatch(one.name))}
-    # Weights of several runs must not be read as one model.
-    if not steps and (runs := sorted({one.parent.name for one in path.glob("*/checkpoint-*")})):
+    by_step = {int(found[1]): one for one in path.glob("checkpoint-*") if (found := _CHECKPOINT.fullmatch(one.name))}
+    runs = sorted({one.parent.name for one in path.glob("*/checkpoint-*")})
+    # Several runs are not one model.
+    if runs and not by_step:
         raise ValueError(f"{path} holds runs, not checkpoints: name one of them ({', '.join(runs)})")
-    folder = Folder(steps[max(steps)] if steps else path)
+    folder = Folder(by_step[max(by_step)] if by_step else path)
     for file in sorted(folder.path.rglob("*")):
         _read_file(file, folder)
     if not folder.parts:
@@ -129,18 +128,11 @@ def read_folder(path: Path) -> Folder:
 def _read_file(file: Path, folder: Folder) -> None:
     """Add the contents of ``file`` to ``folder``, if there is a reader for it.
 
-    Weights that exist as safetensors as well are skipped: Transformers writes both formats in a migration or next to
-    DeepSpeed's folder, and loads the safetensors.
-
     Raises:
-        ValueError: for a file that is damaged, runs code or has other contents.
+        ValueError: for a file that is damaged or runs code.
     """
     reader = next((read for pattern, read in _READERS.items() if re.fullmatch(pattern, file.name)), None)
-    if reader is None or not file.is_file():
-        return
-    may_duplicate = re.match(r"(pytorch|adapter)_model.*\.bin$|.*model_states", file.name) is not None
-    safetensors_folder = file.parent.parent if "model_states" in file.name else file.parent
-    if may_duplicate and any(safetensors_folder.glob("*.safetensors")):
+    if reader is None or not file.is_file() or _is_in_safetensors_too(file):
         return
     try:
         reader(file, folder)
@@ -148,14 +140,21 @@ def _read_file(file: Path, folder: Folder) -> None:
         raise ValueError(f"{file} cannot be read: {first_line(error)}") from error
     except Exception as error:  # damaged bytes may raise any error
         cause = f" ({first_line(error)[:200]})"
-        # torch's message advises weights_only=False, which would run the code.
+        # torch advises weights_only=False, which would run the code.
         if isinstance(error, (pickle.UnpicklingError, AttributeError)):
             cause = ", or a pickle that runs code, which hf_mp does not"
         raise ValueError(f"{file} cannot be read: it is damaged{cause}") from error
 
 
+def _is_in_safetensors_too(file: Path) -> bool:
+    """Whether Transformers, which may write both, loads these weights from safetensors."""
+    in_deepspeed_folder = "model_states" in file.name
+    may_duplicate = in_deepspeed_folder or re.match(r"(pytorch|adapter)_model.*\.bin$", file.name)
+    safetensors_folder = file.parent.parent if in_deepspeed_folder else file.parent
+    return bool(may_duplicate) and any(safetensors_folder.glob("*.safetensors"))
+
+
 def _read_safetensors(file: Path, folder: Folder) -> None:
-    """Add the floating tensors of a safetensors file to ``folder``."""
     # safe_open's get_tensor would read complete tensors, 17 s for 2 GiB.
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -168,13 +167,12 @@ def _read_safetensors(file: Path, folder: Folder) -> None:
 
 
 def _read_torch_file(file: Path, folder: Folder) -> None:
-    """Add the tensors and settings in a file of ``torch.save`` to ``folder``; raise a TypeError if it is no mapping."""
-    # DeepSpeed pickles enums and configs with its tensors, for which weights_only would raise.
+    # DeepSpeed pickles other classes with its tensors.
     with safe_globals([(Inert, name) for name in get_unsafe_globals_in_checkpoint(str(file))]):
         loaded = torch.load(str(file), map_location="meta", weights_only=True)
     if not isinstance(loaded, Mapping):
         raise TypeError("it holds no dictionary of tensors: save model.state_dict()")
-    # Trainer, accelerate and DeepSpeed have "optim" in names of optimizer files.
+    # So Trainer, accelerate and DeepSpeed name optimizer files.
     prefix = "optim" if "optim" in file.name else ""
     contents = loaded if prefix else loaded.get("module", loaded)
     folder.groups += _groups_in(contents)
@@ -184,22 +182,23 @@ def _read_torch_file(file: Path, folder: Folder) -> None:
 
 
 def _part_of(file: Path, value: Any, start: int = 0) -> Part:
-    """Return the place of a tensor that torch loaded to "meta" from byte ``start`` of ``file``."""
-    # When torch loads to "meta", it stores the place of a storage in this private attribute.
+    """Return the place of a tensor loaded to "meta" from byte ``start`` of ``file``."""
+    # torch has no public API for the place of a storage.
     first = start + value.untyped_storage()._checkpoint_offset + value.storage_offset() * value.itemsize
     return Part(file, value.dtype, first, value.numel())
 
 
 def _groups_in(value: Any) -> list[Mapping[str, Any]]:
     """Return all optimizer groups (mappings with ``"lr"``) in nested containers."""
-    is_mapping = isinstance(value, Mapping)
-    items = value.values() if is_mapping else value if isinstance(value, (list, tuple)) else ()
-    nested = [group for item in items for group in _groups_in(item)]
-    return [value, *nested] if is_mapping and "lr" in value else nested
+    if isinstance(value, Mapping):
+        nested = _groups_in([*value.values()])
+        return [value, *nested] if "lr" in value else nested
+    items = value if isinstance(value, (list, tuple)) else ()
+    return [group for item in items for group in _groups_in(item)]
 
 
 class ShardMetadata(pickle.Unpickler):
-    """Reads the metadata of ``torch.distributed.checkpoint``; replaces classes that it does not need by :class:`Inert`.
+    """Reads the metadata of ``torch.distributed.checkpoint``; :class:`Inert` replaces other classes.
 
     Attributes:
         refused: names of the replaced classes and functions.
@@ -210,19 +209,18 @@ class ShardMetadata(pickle.Unpickler):
         self.refused: set[str] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        # torch's own FileSystemReader.read_metadata loads any class.
         found = getattr(sys.modules.get(module), name, None)
         is_constant = module == "torch" and isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
         is_metadata = isinstance(found, type) and found.__module__ == module == _METADATA_MODULE
         is_harmless = is_constant or is_metadata or f"{module}.{name}" in _HARMLESS
         if not is_harmless:
             self.refused.add(f"{module}.{name}")
-        # A harmless name may be missing: modules of pathlib differ between versions of Python.
+        # pathlib's modules differ between versions of Python.
         return Inert if found is None or not is_harmless else found
 
 
 def _read_shards(file: Path, folder: Folder) -> None:
-    """Add the tensors of ``torch.distributed.checkpoint`` to ``folder``; ``file`` is its metadata."""
+    """Add the tensors of ``torch.distributed.checkpoint``; ``file`` is its metadata."""
     from torch.distributed.checkpoint.utils import _create_file_view
 
     with file.open("rb") as opened:
@@ -230,23 +228,21 @@ def _read_shards(file: Path, folder: Folder) -> None:
     for index, place in metadata.storage_data.items():
         if index.offset is not None:  # a tensor or a shard
             with (file.parent / place.relative_path).open("rb") as shard:
-                # At this offset of the file there is a file of torch.save with one tensor.
+                # Inside it is a file of torch.save with one tensor.
                 view = _create_file_view(shard, place.offset, place.length)
                 value = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
             folder.add(index.fqn, _part_of(Path(shard.name), value, place.offset))
 
 
 def _read_json(file: Path, folder: Folder) -> None:
-    """Add logged learning rates and optimizer groups to ``folder``; raise a TypeError if it is no JSON object."""
     loaded = json.loads(file.read_bytes())
     if not isinstance(loaded, dict):
         raise TypeError(f"it holds a {type(loaded).__name__}, not an object")
-    # In the last checkpoint, the rate of the scheduler is 0; the log has the earlier ones.
+    # The scheduler's rate is 0 in the last checkpoint; the log has earlier ones.
     logged = [{"lr": entry.get("learning_rate")} for entry in loaded.get("log_history", ())]
     folder.groups += [*logged, *loaded.get("groups", loaded.get("optimizer", {}).get("groups", ()))]
 
 
-# Readers by patterns of file names.
 _READERS: dict[str, Callable[[Path, Folder], None]] = {
     r".*\.safetensors": _read_safetensors,
     r"\.metadata": _read_shards,
@@ -262,10 +258,9 @@ def evidence_of(
 
     Args:
         folder: of :func:`read_folder`.
-        learning_rate: of the updates; None for the largest of the folder. Without one, :data:`FINE_TUNING_RATE` is used
-            if there is no base, because the model may be trained later.
+        learning_rate: of updates; None for the largest of the folder, or without a base :data:`FINE_TUNING_RATE`.
         keeps_bits: as in :class:`Evidence`.
-        base: parts of the model before training, to compare weights with; may be empty.
+        base: parts of the model before training; may be empty.
     """
     stated_rate = learning_rate or learning_rate_of(folder.groups)
     rate = stated_rate or (None if base else FINE_TUNING_RATE)
@@ -275,10 +270,15 @@ def evidence_of(
         if role is None:
             continue
         values = torch.cat([_sample(part) for part in parts])
-        lost = None if rate is None else share_lost_at(values, rate)
-        elements = sum(part.elements for part in parts)
-        unchanged = _unchanged_share(values, parts, base.get(name, []))
-        getattr(evidence, role).append(TensorSample(name, parts[0].dtype, elements, values, lost, unchanged))
+        sampled = TensorSample(
+            name,
+            dtype=parts[0].dtype,
+            elements=sum(part.elements for part in parts),
+            values=values,
+            lost_share=None if rate is None else share_lost_at(values, rate),
+            unchanged_share=_unchanged_share(values, parts, base.get(name, [])),
+        )
+        getattr(evidence, role).append(sampled)
     evidence.is_training = rate is not None or bool(folder.groups or evidence.seconds or evidence.firsts)
     is_assumed = rate is not None and not stated_rate
     evidence.assumes_learning_rate = is_assumed and bool(evidence.narrow_weights) and not evidence.has_more_bits
@@ -288,7 +288,7 @@ def evidence_of(
 def _unchanged_share(values: Tensor, parts: list[Part], base: list[Part]) -> float | None:
     """Return the share of ``values``, a sample of ``parts``, equal to the same elements of ``base``.
 
-    Returns None for tensors of several parts or of another size, with unknown places.
+    None for several parts or another size.
     """
     if len(parts) != 1 or [one.elements for one in base] != [parts[0].elements]:
         return None
@@ -296,12 +296,9 @@ def _unchanged_share(values: Tensor, parts: list[Part], base: list[Part]) -> flo
 
 
 def _sample(part: Part) -> Tensor:
-    """Read evenly spaced blocks of elements; returns shape (n,).
-
-    The first rows of an embedding are of frequent tokens, and the last often padding.
-    """
+    """Read blocks of elements, evenly spaced: the first rows of an embedding are of frequent tokens."""
     last, size = max(0, part.elements - BLOCK), part.dtype.itemsize
     starts = sorted({part.first + index * last // (BLOCKS - 1) * size for index in range(BLOCKS)})
-    # Memory mapping reads ahead: 7 ms a block, and a minute for 10 GiB.
+    # Memory mapping reads ahead: 7 ms a block.
     read = [np.fromfile(part.file, np.uint8, min(BLOCK, part.elements) * size, offset=start) for start in starts]
     return torch.from_numpy(np.concatenate(read)).view(part.dtype)

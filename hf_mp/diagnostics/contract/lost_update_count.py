@@ -1,4 +1,4 @@
-"""Counts updates that rounding drops because they are too small for their weights."""
+"""Counts updates that rounding drops."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from torch import Tensor
 
 
 class LostUpdateCount(NamedTuple):
-    """Number of lost updates, and of all finite nonzero updates."""
-
     lost: int
-    updates: int
+    updates: int  # finite and nonzero
 
     @property
     def share(self) -> float:
-        """Lost share of the updates, 0 to 1; 0 without updates."""
+        """Lost share, 0 to 1; 0 without updates."""
         return self.lost / max(self.updates, 1)
 
 
@@ -25,9 +23,9 @@ def count_lost_updates(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> 
     """Count the updates that do not change the bits of a weight stored in ``dtype``.
 
     These are about the ones below half a unit in its last place (Micikevicius et al. 2017, arXiv 1710.03740, section
-    3.1). ``weights`` and ``updates`` have the same shape and any dtype.
+    3.1).
     """
-    # FP64 represents the sum exactly, so it is rounded once, as in an optimizer.
+    # FP64 represents the sum exactly, so it is rounded once.
     stored, changes = weights.detach().to(dtype), updates.detach().double()
     counted = (changes != 0.0) & changes.isfinite() & stored.isfinite()
     is_lost = (stored.double() + changes).to(dtype) == stored
@@ -36,7 +34,7 @@ def count_lost_updates(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> 
 
 def share_lost_at(weight: Tensor, rate: float) -> float:
     """Return the share of updates of size ``rate``, as in a first step of Adam or Lion, that rounding drops."""
-    # The spacing halves below a power of two, so the two signs differ: return their mean.
+    # The spacing halves below a power of two: take the mean of both signs.
     size = torch.full_like(weight, rate, dtype=torch.float64)
     up, down = (count_lost_updates(weight, update, weight.dtype) for update in (size, -size))
     return (up.share + down.share) / 2

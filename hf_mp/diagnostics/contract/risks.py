@@ -1,4 +1,4 @@
-"""Finds states of a training that lose bits, by one function for each state."""
+"""Finds states of a training that lose bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_mp.diagnostics.contract.lost_update_count import count_lost_updates
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES, spell
 
-_MIN_LOST_SHARE = 0.01  # of updates, for a warning
+_MIN_LOST_SHARE = 0.01
 _MIN_STUCK_SHARE = 0.5  # of second moments: 0 with FP32 moments, nearly 1 with BF16 and beta2=0.999
 _MAX_UNROUNDED_SHARE = 0.01  # of weights: embeddings of unused tokens are not updated
 _BETA2 = 0.999  # default of Adam
@@ -24,15 +24,15 @@ _NORM = re.compile(r"(^|\.)(\w*norm\w*|ln\w*|bn\d*)\.(weight|scale|gamma)$", re.
 
 @dataclass(frozen=True)
 class TensorSample:
-    """A sample of a tensor of a training or a checkpoint.
+    """A sampled tensor.
 
     Attributes:
-        name: name of the parameter or the state.
+        name: of the parameter or the state.
         dtype: stored dtype.
-        elements: number of elements of the tensor.
+        elements: their number.
         values: sampled elements, of shape (n,), in ``dtype``.
-        lost_share: share of a weight's updates that rounding drops; None if their size is unknown.
-        unchanged_share: share of a weight's elements that are equal to the base; None without a base.
+        lost_share: share of a weight's updates that rounding drops, or None.
+        unchanged_share: share of a weight's elements equal to the base, or None.
     """
 
     name: str
@@ -44,7 +44,6 @@ class TensorSample:
 
     @property
     def is_norm(self) -> bool:
-        """Whether the name is that of a norm's weight."""
         return _NORM.search(self.name) is not None
 
 
@@ -53,19 +52,19 @@ Held = TensorSample  # former name, for one release
 
 @dataclass
 class Evidence:
-    """Tensors and settings of a training or a checkpoint, from which risks are found.
+    """Tensors and settings of a training or a checkpoint.
 
     Attributes:
         weights: trained weights.
         firsts, seconds: moments of gradients, and of their squares.
-        masters: FP32 master weights of 16-bit weights.
+        masters: FP32 master weights.
         sums: Kahan sums, the rounding errors of earlier updates.
         learning_rate: the largest; None if unknown.
-        assumes_learning_rate: True if it is :data:`FINE_TUNING_RATE`, for files without one.
+        assumes_learning_rate: whether it is :data:`FINE_TUNING_RATE`, for files without one.
         beta2: the smallest decay of second moments.
-        keeps_bits: whether the optimizer preserves small updates, for example by stochastic rounding.
+        keeps_bits: whether the optimizer preserves small updates.
         is_training: whether the weights are or will be updated.
-        is_saved: True for files, False for a running training.
+        is_saved: whether these are files.
     """
 
     weights: list[TensorSample] = field(default_factory=list)
@@ -82,12 +81,11 @@ class Evidence:
 
     @property
     def narrow_weights(self) -> list[TensorSample]:
-        """Weights that are stored in 16 bits."""
         return [one for one in self.weights if one.dtype in LOWER_PRECISION_DTYPES]
 
     @property
     def has_more_bits(self) -> bool:
-        """Whether masters, sums or the optimizer preserve the updates that 16-bit weights drop."""
+        """Whether anything preserves the updates that 16-bit weights drop."""
         return bool(self.masters or self.sums) or self.keeps_bits
 
 
@@ -119,13 +117,12 @@ Texts = tuple[str, str] | None  # `says` and `way_out` of a Risk; None without t
 
 
 def _no_masters(evidence: Evidence) -> Texts:
-    """Find 16-bit weights without masters, which lose updates."""
+    """16-bit weights without masters lose updates."""
     narrow = evidence.narrow_weights
-    measured = [(one.elements, one.lost_share) for one in narrow if one.lost_share is not None]
-    loses_few = bool(measured) and mean(measured) < _MIN_LOST_SHARE
-    if not narrow or not evidence.is_training or loses_few:
+    if not narrow or not evidence.is_training or evidence.has_more_bits or _were_fp32(evidence):
         return None
-    if evidence.has_more_bits or _were_fp32(evidence):
+    measured = [(one.elements, one.lost_share) for one in narrow if one.lost_share is not None]
+    if measured and mean(measured) < _MIN_LOST_SHARE:
         return None
     share = f"{mean(measured):.0%}" if measured else "an unknown share"
     rate = "" if evidence.learning_rate is None else f" at learning rate {evidence.learning_rate:g}"
@@ -139,13 +136,11 @@ def _no_masters(evidence: Evidence) -> Texts:
 
 
 def _lost_updates(evidence: Evidence) -> Texts:
-    """Find norm weights that are all equal to the base if others are not: near 1, 16 bits lose most updates."""
+    """Norm weights, which are near 1, are equal to the base, and others are not."""
     norms = [one for one in evidence.narrow_weights if one.is_norm and one.unchanged_share is not None]
     moved = 1.0 - mean((one.elements, share) for one in evidence.weights if (share := one.unchanged_share) is not None)
-    if not norms or evidence.has_more_bits:
-        return None
-    was_trained = moved > 0.0
-    if not was_trained or any(one.unchanged_share != 1.0 for one in norms):
+    were_only_norms_kept = moved > 0.0 and all(one.unchanged_share == 1.0 for one in norms)
+    if not norms or evidence.has_more_bits or not were_only_norms_kept:
         return None
     return (
         f"all {len(norms)} norm weights, in {_dtypes(norms)}, are bit for bit those of the base, and {moved:.2%} of "
@@ -157,14 +152,14 @@ def _lost_updates(evidence: Evidence) -> Texts:
 
 
 def _rounded(evidence: Evidence) -> Texts:
-    """Find FP32 weights (with FP32 moments) that were saved with 16-bit values."""
-    if not (evidence.is_saved and evidence.weights) or evidence.has_more_bits:
-        return None
+    """FP32 weights were saved with 16-bit values."""
     fp32_moments = _fp32_moments(evidence)
-    if not fp32_moments or (evidence.narrow_weights and not _were_fp32(evidence)):
+    if not (evidence.is_saved and evidence.weights and fp32_moments) or evidence.has_more_bits:
+        return None
+    if evidence.narrow_weights and not _were_fp32(evidence):
         return None
     unrounded = mean((one.elements, 1.0 - _share_of_16_bits(one.values)) for one in evidence.weights)
-    # Of a model with adapters only a small part is trained; the 16-bit base is expected.
+    # With adapters, the 16-bit base is expected.
     trained_share = min(1.0, _elements(fp32_moments) / _elements(evidence.weights))
     if unrounded > _MAX_UNROUNDED_SHARE * trained_share:
         return None
@@ -177,7 +172,7 @@ def _rounded(evidence: Evidence) -> Texts:
 
 
 def _stuck_seconds(evidence: Evidence) -> Texts:
-    """Find BF16 second moments, which increase but cannot decay."""
+    """BF16 second moments cannot decay."""
     narrow = [one for one in evidence.seconds if one.dtype is torch.bfloat16]
     decay = 1.0 - evidence.beta2  # relative change by a gradient of 0
     stuck = mean(
@@ -194,7 +189,7 @@ def _stuck_seconds(evidence: Evidence) -> Texts:
 
 
 def _fp16_moments(evidence: Evidence) -> Texts:
-    """Find FP16 moments, which underflow."""
+    """FP16 moments underflow."""
     narrow = [one for one in (*evidence.firsts, *evidence.seconds) if one.dtype is torch.float16]
     if not narrow:
         return None
@@ -207,16 +202,16 @@ def _fp16_moments(evidence: Evidence) -> Texts:
 
 
 def _other_masters(evidence: Evidence) -> Texts:
-    """Find saved masters that do not round to the saved weights."""
+    """Saved masters do not round to the saved weights."""
     if not evidence.is_saved:
         return None
     nearest = []
-    # Optimizers number their masters, so compare each with the nearest weight of its size. DeepSpeed's are flat and
-    # sharded, so no weight has their size.
+    # Optimizers number their masters, so compare each with the nearest weight of its size. DeepSpeed's are flat.
     for master in evidence.masters:
         size = master.elements, len(master.values)
         same_size = [one for one in evidence.narrow_weights if (one.elements, len(one.values)) == size]
-        nearest += sorted((_share_different(master, one), one.name) for one in same_size)[:1]
+        if same_size:
+            nearest.append(min((_share_different(master, one), one.name) for one in same_size))
     # Stochastic rounding may differ in a few elements.
     different = [(share, name) for share, name in nearest if share > 1e-3]
     if not different:
@@ -238,9 +233,6 @@ RULES: dict[str, Callable[[Evidence], Texts]] = {
 }
 
 
-# Functions of the rules
-
-# Patterns of names of optimizer state; the first match is used.
 _ROLES = {
     "masters": r"master|fp32_groups|fp32_flat_groups|fp32_from_fp16",
     "sums": r"kahan|compensation|residual|rest$|correction",
@@ -250,40 +242,40 @@ _ROLES = {
 
 
 def role_of(key: str) -> str | None:
-    """Return the field of :class:`Evidence` for optimizer state, by the last part of its name; None for others."""
+    """Return the field of :class:`Evidence` for optimizer state, or None."""
     last = re.sub(r"(\.\d+)+$", "", key).rpartition(".")[2]  # without indices of lists
     return next((role for role, pattern in _ROLES.items() if re.search(pattern, last)), None)
 
 
 def learning_rate_of(groups: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the largest current or initial learning rate of parameter groups; None if they have none."""
+    """Return the largest current or initial learning rate, or None."""
     rates = (group.get(key) for group in groups for key in ("lr", "initial_lr"))
     return max((float(rate) for rate in rates if rate is not None), default=None)
 
 
 def beta2_of(groups: Iterable[Mapping[str, Any]]) -> float:
-    """Return the smallest beta2 of an optimizer's groups; Adam's default if they have none."""
+    """Return the smallest beta2; Adam's default if the groups have none."""
     return min((float(group["betas"][1]) for group in groups if len(group.get("betas") or ()) > 1), default=_BETA2)
 
 
 def _share_of_16_bits(values: Tensor) -> float:
-    """Return the share of values that BF16 represents exactly, or FP16, whichever is larger."""
+    """Return the larger of the shares of values that BF16 and FP16 represent exactly."""
     return max(float((values.to(dtype).to(values.dtype) == values).float().mean()) for dtype in LOWER_PRECISION_DTYPES)
 
 
 def _share_different(master: TensorSample, weight: TensorSample) -> float:
-    """Return the share of weights that differ from their masters by more than a unit in the last place."""
-    # eps is that unit at 1; subnormal numbers have the spacing of the smallest normal one.
+    """Return the share of weights that differ from masters by more than a unit in the last place."""
+    # eps is that unit at 1; subnormals have the spacing of the smallest normal number.
     limits, exact = torch.finfo(weight.dtype), master.values.double()
     unit = (exact.abs() * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
     return float(((exact - weight.values.double()).abs() > unit).float().mean())
 
 
 def _were_fp32(evidence: Evidence) -> bool:
-    """Whether saved 16-bit weights were trained in FP32: their moments are FP32, torch's dtype for FP32 weights."""
+    """Whether saved 16-bit weights were trained in FP32: torch's moments of FP32 weights are FP32."""
     fp32_weights = [one for one in evidence.weights if one.dtype is torch.float32]
     moments_of_others = _elements(_fp32_moments(evidence)) - _elements(fp32_weights)
-    # Weights of 8-bit optimizers and frozen weights have no FP32 moments, so half is enough.
+    # Frozen weights and 8-bit optimizers have none, so half is enough.
     return evidence.is_saved and moments_of_others >= _elements(evidence.narrow_weights) / 2
 
 

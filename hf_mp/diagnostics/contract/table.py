@@ -1,4 +1,4 @@
-"""Data of the precision contract, and its text for a console."""
+"""Data of the precision contract, and its text."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ContractRow:
 
     Attributes:
         kind: ``linear``, ``embeddings``, ``norms``, ``experts``, ``adapters``, ``frozen`` or ``other``.
-        elements: number of elements on this process.
-        stored: dtype of the parameter; ``"bf16+16"`` is a BF16 weight with a 16-bit remainder, ``"bf16+fp32"`` one with
-            an FP32 master in the optimizer.
+        elements: on this process.
+        stored: ``"bf16+16"`` is a BF16 weight with a 16-bit remainder, ``"bf16+fp32"`` one with an FP32 master in the
+            optimizer.
         computed: of module outputs in the first forward.
-        gradient: of gradients after backward.
-        reduced: of the tensors sent between processes to reduce gradients.
-        moments: of optimizer state with the parameter's number of elements.
+        gradient: after backward.
+        reduced: of the tensors sent to reduce gradients.
+        moments: of optimizer state of the parameter's size.
         saved: of the weight that ``save_model`` writes; ``"-"`` for frozen weights under adapters.
-        names: of the parameters, as in ``named_parameters()``.
+        names: as in ``named_parameters()``.
     """
 
     kind: str
@@ -44,7 +44,6 @@ class ContractRow:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The six columns of dtypes."""
         return self.stored, self.computed, self.gradient, self.reduced, self.moments, self.saved
 
 
@@ -60,7 +59,7 @@ class PrecisionContract:
 
     @classmethod
     def of(cls, rows: Iterable[ContractRow]) -> PrecisionContract:
-        """Merge the rows of single parameters that have the same kind and dtypes."""
+        """Merge the rows with the same kind and dtypes."""
         groups: dict[tuple[str, ...], list[ContractRow]] = {}
         for row in rows:
             groups.setdefault((row.kind, *row.dtypes), []).append(row)
@@ -80,7 +79,7 @@ class PrecisionContract:
         return any(row.stored in ("fp16", "bf16") and row.kind != "frozen" for row in self.rows)
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the cells of the table in the order of :data:`HEADER`, one line for all kinds with the same dtypes."""
+        """Return the cells, one line for all kinds with the same dtypes."""
         by_dtypes: dict[tuple[str, ...], list[ContractRow]] = {}
         for row in self.rows:
             by_dtypes.setdefault(row.dtypes, []).append(row)
@@ -90,20 +89,20 @@ class PrecisionContract:
         ]
 
     def _label(self, row: ContractRow) -> str:
-        """Return the kind of a row; if other rows have the same kind, with names of modules that only this row has."""
+        """Return the kind, with names of modules if other rows have it too."""
         others = [other for other in self.rows if other.kind == row.kind and other is not row]
         if not others or not row.names:
             return row.kind
         in_others = {_module(name) for other in others for name in other.names}
         modules = list(dict.fromkeys(map(_module, row.names)))
-        # If layers of the same name have different dtypes, show full paths.
+        # Full paths if layers of one name differ.
         own = [one for one in modules if one not in in_others] or [name.rpartition(".")[0] for name in row.names]
-        return f"{row.kind} ({', '.join(own[:_SHOWN_MODULES])}{', ...' if len(own) > _SHOWN_MODULES else ''})"
+        more = ["..."] if len(own) > _SHOWN_MODULES else []
+        return f"{row.kind} ({', '.join(own[:_SHOWN_MODULES] + more)})"
 
     def __str__(self) -> str:
         return format_columns([HEADER, *self.cells()], numbers={1})
 
 
 def _module(name: str) -> str:
-    """Return the last part of the path of a parameter's module."""
     return name.split(".")[-2] if "." in name else name
