@@ -44,18 +44,18 @@ def calibrate(
     forwards repeated, until no value comes within 2 doublings of 65504. The model and RNG states are restored.
 
     Args:
-        model: a model that is not attached, in training or evaluation mode.
+        model: a model that is not attached, in the mode (training or evaluation) that the rules are for.
         batches: one batch (a mapping of arguments or a tensor), or an iterable of batches, each a mapping, a tuple of
             arguments, or a tensor.
         precision: a policy that computes in FP16; default ``"fp16"``.
         rules, tables: of the autocast in training; default none and ``"compact"``.
 
     Returns:
-        A :class:`RangeReport`; its ``rules`` come in addition to yours.
+        A :class:`RangeReport`; add its ``rules`` to those that you passed.
 
     Raises:
         TypeError: for anything but a module.
-        ValueError: without a batch or FP16, or for an attached model.
+        ValueError: without a batch, for a precision without FP16, or an attached model.
         CannotHealError: if no rules help.
     """
     policy, given = PrecisionPolicy.parse(precision), check_batches(batches)

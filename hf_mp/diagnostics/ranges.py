@@ -36,11 +36,11 @@ class OpRange:
     Attributes:
         module: name of the module; ``""`` is the model itself.
         op: torch's name of the op.
-        largest: of the results and, for a lower-precision op, the operands; NaN for inf or NaN.
-        is_fp16: whether these are FP16 in training.
-        least: minimum over the calls of the largest result; 0 for FP32 results.
-        is_origin: whether a call exceeds the limit with 16-bit inputs within it.
-        fp16_gradient: largest unscaled gradient of FP16 results and operands, or None.
+        largest: largest magnitude of the results and, for a lower-precision op, of the operands; NaN for inf or NaN.
+        is_fp16: whether these values are FP16 in training.
+        least: minimum over the calls of the largest magnitude of the results; 0 for FP32 results.
+        is_origin: whether a call exceeds the limit although its 16-bit inputs do not.
+        fp16_gradient: largest magnitude of the unscaled gradients of FP16 results and operands; None if there are none.
     """
 
     module: str
@@ -53,7 +53,7 @@ class OpRange:
 
     @property
     def headroom(self) -> float:
-        """Doublings of ``largest`` until 65504: negative beyond it, inf for zeros."""
+        """Doublings of ``largest`` until 65504, FP16's largest number: negative beyond it, inf for zeros."""
         return math.log2(FP16_MAX / self.largest) if self.largest else math.inf
 
     @property

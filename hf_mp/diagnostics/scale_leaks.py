@@ -28,7 +28,7 @@ TINY_SCALES = (2.0**-8, 2.0**-9)  # show b / S; two, because underflowed gradien
 LEAST_SHARE = 0.05  # of b in a gradient
 _ROUNDING = 2.0**-8  # error of sums of FP16 values, relative to the largest gradient
 _SAMPLED = 4096  # elements of each gradient
-_TRIES = 3
+_TRIES = 3  # at scales 2**8 apart, if gradients overflow at the current one
 
 
 class ScaleLeakError(RuntimeError):
@@ -79,8 +79,9 @@ def raise_on_leaks(runtime: MixedPrecision, backward: Callable[[], None]) -> Non
     assert model is not None
     with restoring_module_state(model), _without_observers(runtime):
         at = functools.partial(_gradients_at, runtime, model, backward, save_rng_states())
-        tried = (runtime.scaler.get_scale() * 2.0 ** (-8 * number) for number in range(_TRIES + 1))
-        largest = next((found for scale in tried if (found := at(scale)[1]) < math.inf), math.inf)
+        present = runtime.scaler.get_scale()
+        tried = (at(present * 2.0 ** (-8 * number))[1] for number in range(_TRIES + 1))
+        largest = next((found for found in tried if found < math.inf), math.inf)
         if not 0.0 < largest < math.inf:
             return
         larger = scale_with_headroom(largest, HEADROOM)

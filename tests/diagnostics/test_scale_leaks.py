@@ -135,9 +135,16 @@ def test_where_nothing_is_scaled_nothing_is_run() -> None:
 
 
 def test_a_loss_that_is_inf_at_every_scale_is_no_leak() -> None:
-    model = Body()
-    MixedPrecision("fp16").attach(model)
-    hf_mp.check_gradients(model, X, lambda outputs: outputs.sum() * torch.inf)
+    model, scales = Body(), list[float]()
+    runtime = MixedPrecision("fp16", loss_scaler=StaticLossScaler(2.0**20))
+    runtime.attach(model)
+
+    def loss(outputs: Tensor) -> Tensor:
+        scales.append(runtime.scaler.get_scale())
+        return outputs.sum() * torch.inf
+
+    hf_mp.check_gradients(model, X, loss)
+    assert scales == [2.0**20, 2.0**12, 2.0**4, 2.0**-4]
 
 
 def test_it_wants_an_attached_model() -> None:

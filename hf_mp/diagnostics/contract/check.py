@@ -69,12 +69,13 @@ def check_folder(
     Args:
         path: folder of a model, a run, or a checkpoint of a Trainer, ``torch.distributed.checkpoint`` (FSDP2),
             DeepSpeed or hf_mp.
-        learning_rate: default: the checkpoint's, or 1e-5, usual in fine-tuning.
-        keeps_bits: whether the optimizer rounds stochastically; default False.
-        base: folder of the model before training; default None.
+        learning_rate: size of the updates; default: the checkpoint's, or 1e-5, usual in fine-tuning.
+        keeps_bits: whether the optimizer rounds stochastically, which is not in its state; default False.
+        base: folder of the model before training, to find weights that did not change; default None.
 
     Raises:
-        ValueError: without weights (in the base), for unreadable files, and for an invalid learning rate.
+        ValueError: if there are no weights, a file cannot be read, the learning rate is not positive and finite, or no
+            weight is in the base.
     """
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
         raise ValueError(f"a learning rate must be positive and finite, such as 1e-5, not {learning_rate}")
