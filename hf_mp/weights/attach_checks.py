@@ -27,8 +27,8 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def runtimes_of(model: nn.Module) -> list[Any]:
     """Return each MixedPrecision attached to ``model``, to a model inside it, or to one that contains it."""
     modules = list(model.modules())
-    # attach() replaces the forward of a model and of each Transformers model inside. A library's wrapper of a forward
-    # has a copy of its attributes, also after detach.
+    # attach() replaces the forward of a model and of each Transformers model inside. A library's wrapper has a copy of
+    # its attributes, also after detach.
     forwards = [module.__dict__.get("forward") for module in modules]
     of_forwards = [one.runtime for one in forwards if isinstance(one, ReplacedForward) and hasattr(one, "runtime")]
     # A library may also have replaced the attached forward.
@@ -44,7 +44,7 @@ def detach(model: _Module) -> _Module:
 
     Args:
         model: any module. Mixed precision of a model inside it, or of a wrapper around this Transformers model, is
-            removed as well. If nothing is attached, nothing happens.
+            removed as well, if there is any.
 
     Returns:
         The same model.
@@ -60,7 +60,6 @@ def detach(model: _Module) -> _Module:
 
 
 def check_attachable(model: nn.Module, parallelism: Parallelism, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
-    """Raise a ValueError if mixed precision cannot be attached to ``model`` with this policy."""
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel's replicas bypass the attached model: use DistributedDataParallel (torchrun)")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
@@ -90,7 +89,7 @@ def check_attachable(model: nn.Module, parallelism: Parallelism, policy: Precisi
 
 
 def _check_scripts(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
-    """Raise a ValueError for a trained TorchScript module, if its weights need an unscale node or a hook."""
+    """Raise a ValueError for a trained TorchScript module with weights that need an unscale node or a hook."""
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule) or not any(p.requires_grad for p in module.parameters()):
             continue
@@ -144,11 +143,7 @@ def head_of(model: nn.Module) -> str:
 
 
 def rules_for(model: nn.Module | None, policy: PrecisionPolicy, rules: Rules) -> Rules:
-    """Return ``rules``, with an FP32 rule for the head of ``model`` if ``policy.fp32_head``.
-
-    Raises:
-        ValueError: for a rule for the head that contradicts ``fp32_head=True``.
-    """
+    """Return ``rules``, with an FP32 rule for the head of ``model`` if ``policy.fp32_head``."""
     if model is None:  # rules may name its modules
         return {} if any(isinstance(key, str) for key in rules) else rules
     if not policy.fp32_head:
@@ -161,7 +156,6 @@ def rules_for(model: nn.Module | None, policy: PrecisionPolicy, rules: Rules) ->
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
-    """Raise a TypeError or ValueError if the steps of ``optimizer`` cannot be guarded for ``model``."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"attach_optimizer takes one torch optimizer, not {type(optimizer).__name__}: call it once for each"

@@ -56,11 +56,10 @@ class AttachedAutocast(autocast):
         return None if (forward := self.forward) is None else forward.weights
 
     def is_lower_precision(self, op: Callable[..., Any] | None) -> bool:
-        """Whether ``op`` runs in FP16/BF16."""
         return op is not None and (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
 
     def modules_with_rules(self) -> Iterator[nn.Module]:
-        """Yield the modules with rules; one that is not for single ops is also for all modules inside."""
+        """Yield the modules with rules; rules that are not for single ops include all modules inside."""
         for module, rule in self._ruled_modules:
             yield from [module] if rule.functions else module.modules()
 
@@ -85,10 +84,7 @@ class AttachedAutocast(autocast):
         return self._saw_compile or compiled_frames() > 0
 
     def discard_compiled_frames(self) -> None:
-        """Drop code that was compiled in a forward with dispatcher kernels; later forwards use the mode.
-
-        The code contains the casts of the kernels, and other callers would run it.
-        """
+        """Drop code that was compiled with the casts of dispatcher kernels; later forwards use the mode."""
         if compiled_frames():
             torch._dynamo.reset()
             self._saw_compile = True
@@ -101,7 +97,7 @@ class AttachedAutocast(autocast):
 
     @functools.cached_property
     def _ensure_kernels(self) -> bool:
-        """Register the kernels, and return whether there are any."""
+        """Register kernels, and return whether there are any."""
         if can_dispatch():
             self.native_plan = register(self._plan, self.dtype)
         return can_dispatch()
@@ -110,7 +106,7 @@ class AttachedAutocast(autocast):
         return (forward := self.forward) is None or not forward.is_dispatched or self.must_intercept_all()
 
     def planned(self, func: Callable[..., Any]) -> PlanEntry:
-        """Return the plan entry for a call of ``func`` in the running forward."""
+        """Return the plan entry for a call of ``func``."""
         entry = self._plan.get(func, UNCHANGED)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:  # in a nested autocast
             entry = self.plan_for_nested(entry)
@@ -146,9 +142,9 @@ class AttachedAutocast(autocast):
     def apply(
         self, entry: PlanEntry, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """As the base class, with aliases of external tensors; a dispatcher kernel replaces the handler of ``entry``.
+        """As the base class, with aliases of external tensors, and dispatcher kernels instead of handlers.
 
-        Kernels cannot cast in a compilation or a transform, so the handler makes the call there.
+        Kernels cannot cast in a compilation or a transform.
         """
         forward = None if is_dynamo_compiling() else self.forward
         weights = None if forward is None else forward.weights
@@ -187,7 +183,6 @@ _NOT_A_USE = OF_THE_TENSOR_ITSELF - {Tensor.detach} | {torch.autograd.grad}
 def _alias_external(
     weights: ForwardWeights, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Return the arguments of a call with aliases for external tensors."""
     if is_compiling_or_transforming():  # torch.func: kernels cannot cast; all tensors are of the forward
         weights.next_intercepts = True
         return args, kwargs

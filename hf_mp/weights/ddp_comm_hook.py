@@ -1,4 +1,4 @@
-"""``SplitGradientCommHook``: DDP communication hook that reduces the gradients of split parameters in 16 bits."""
+"""``SplitGradientCommHook``, a DDP communication hook."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SplitGradientCommHook:
         """Average ``bucket`` over the ranks."""
         values = bucket.buffer()
         factor, inverse = self._scale_and_inverse(values.device)
-        # DDP has copied ``.grad``, and these gradients are stored outside of it.
+        # DDP has copied only ``.grad``.
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if isinstance(parameter, SplitParameter):
                 parameter.copy_gradient_to_bucket(part, factor, inverse)
@@ -55,7 +55,7 @@ class SplitGradientCommHook:
         return done
 
     def collect_reduced_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """After backward, move the averages that DDP wrote to ``.grad`` of split ``parameters``, scaled, out of it."""
+        """After backward, move the scaled averages that DDP wrote to ``.grad`` of split ``parameters`` out of it."""
         if self._scale_source() is None:
             return
         for parameter in parameters:
@@ -75,7 +75,7 @@ class SplitGradientCommHook:
                     parameter.mark_used()
 
     def _scale_and_inverse(self, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return S and 1/S on ``device``; None for both if gradients are not scaled or the model was freed."""
+        """Return S and 1/S on ``device``; None for both without scaling, or if the model was freed."""
         scale_source = self._scale_source()
         factor = None if scale_source is None else scale_source.loss_scale_for(device)
         if scale_source is None or factor is None:
@@ -112,7 +112,6 @@ class SplitGradientCommHook:
 
 
 def _check_reduction(split: Iterable[SplitParameter], policy: PrecisionPolicy, scale_source: ScaleSource) -> None:
-    """Raise a ValueError for settings that a lean layout does not support under DDP."""
     name, usual = f"precision={str(policy)!r}", str(policy).removesuffix("-lean")
     if scale_source.updates_in_backward:
         raise ValueError(

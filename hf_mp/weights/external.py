@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_mp.scale_boundary import add_unscale_hooks, cast_to_output, is_of_model, reaches_forward
 from hf_mp.weights.slots import WeightSlots
 
-_MAX_FORWARDS = 1000  # recorded forwards; limits the memory of a long training
+_MAX_FORWARDS = 1000  # recorded ones; limits memory
 
 
 class ForwardNodes(threading.local):
@@ -39,8 +39,7 @@ class ForwardNodes(threading.local):
 class ExternalTensors:
     """Finds tensors that reach one forward through a closure, an attribute or an argument instead of a slot.
 
-    If calls are intercepted, an output of an unscale node replaces an external tensor in each call that uses it.
-    Otherwise unscale hooks are added after the forward.
+    In intercepted calls, outputs of unscale nodes replace them. Otherwise unscale hooks are added after the forward.
 
     Args:
         slots: parameter slots of the forward.
@@ -60,20 +59,19 @@ class ExternalTensors:
         self.first_node = torch.autograd._get_sequence_nr()
 
     def alias_argument(self, tensor: Tensor) -> Tensor:
-        """Return an alias of ``tensor``, an argument of the forward, or ``tensor`` itself if it is not external."""
+        """Return an alias of ``tensor``, an argument of the forward, if it is external; otherwise itself."""
         if not tensor.requires_grad or (tensor.grad_fn is not None and self._is_of_earlier_forward(tensor.grad_fn)):
             return tensor
         return self._alias(tensor)
 
     def _is_of_earlier_forward(self, node: Any) -> bool:
-        """Whether an earlier forward of the model made ``node``."""
         # A node of another thread may have the same number.
         return node in self._nodes and is_of_model(node, self._slots.scale_provider)
 
     def alias_if_external(self, tensor: Tensor) -> Tensor:
-        """Return an alias of ``tensor``, an argument of a call, or ``tensor`` itself if it is not external.
+        """Return an alias of ``tensor``, an argument of a call, if it is external; otherwise itself.
 
-        Without grad, an external tensor is recorded, and aliased in a recomputation of the call.
+        Without grad, an external tensor is recorded, for a recomputation of the call.
         """
         if not tensor.requires_grad or not self.is_external(tensor):
             return tensor
@@ -91,10 +89,7 @@ class ExternalTensors:
         return alias
 
     def write_back(self) -> list[Tensor]:
-        """Make external tensors that the forward changed in place outputs of it, with scaled gradients; return these.
-
-        Raises a RuntimeError if the forward changed a leaf, as torch does.
-        """
+        """Make external tensors that the forward changed in place outputs of it, and return these."""
         changed = []
         for tensor, alias, version in self._aliased:
             if tensor._version == version:
@@ -112,7 +107,7 @@ class ExternalTensors:
         return changed
 
     def are_among(self, values: Iterable[Any]) -> bool:
-        """Whether ``values``, arguments of a call, contain an external tensor."""
+        """Whether ``values`` contain an external tensor."""
         for value in values:
             if isinstance(value, Tensor):
                 if value.requires_grad and self.is_external(value):
@@ -135,7 +130,7 @@ class ExternalTensors:
         return is_older and not reaches_forward(node, self.first_node, self._known_external)
 
     def add_unscale_hooks(self, results: Sequence[Tensor]) -> bool:
-        """Unscale at edges from the graph of ``results`` to external tensors. Returns whether there were any."""
+        """Unscale at edges from the graph of ``results`` to external tensors; return whether there are any."""
         return add_unscale_hooks(results, self._slots.scale_provider, self.first_node, self._is_of_earlier_forward)
 
     def record_nodes(self) -> None:
@@ -150,8 +145,8 @@ class ExternalTensors:
     def recomputing(self, args: tuple[Any, ...] | None) -> Iterator[None]:
         """Context in which a part of the forward is recomputed with arguments ``args``, in any thread.
 
-        Sequence numbers of another thread are not comparable: only leaves other than ``args`` are external, and tensors
-        used without grad; if ``args`` is None, only the latter.
+        External are tensors used without grad and, if ``args`` is not None, leaves other than ``args``: sequence
+        numbers of another thread are not comparable.
         """
         before = self.first_node, self._recompute_inputs
         self.first_node = -1  # no node is older

@@ -1,7 +1,6 @@
 """Reads of a split parameter outside a forward return its FP32 value, not the stored 16 bits.
 
-``AveragedModel``, an EMA over ``named_parameters()`` and weight penalties compute with the parameters themselves. If
-no hf_mp autocast is active in the thread, torch passes each call with a split parameter to :func:`read_in_fp32`.
+``AveragedModel``, an EMA over ``named_parameters()`` and weight penalties compute with the parameters themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ as_stored = torch._C.DisableTorchFunctionSubclass
 
 
 def on_stored_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` that runs in :class:`as_stored`."""
+    """Decorator: run ``function`` in :class:`as_stored`."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +34,7 @@ def on_stored_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ReadAsFP32:
-    """Descriptor ``__torch_function__``: FP32 reads, if no autocast is active."""
+    """Descriptor ``__torch_function__``: :func:`read_in_fp32`, if no hf_mp autocast is active in the thread."""
 
     def __get__(self, tensor: Any, kind: type | None = None) -> Callable[..., Any]:
         # torch skips its Python dispatch for this implementation.
@@ -43,7 +42,7 @@ class ReadAsFP32:
 
 
 class StoredIn16Bits:
-    """A split parameter, or a view of one: it is stored in 16 bits and read in FP32."""
+    """A split parameter, or a view of one."""
 
     __slots__ = ()  # so that the class of a parameter can be changed to a subclass
     __torch_function__: ClassVar[Any] = ReadAsFP32()  # torch reads it from the class
@@ -73,7 +72,7 @@ class StoredIn16Bits:
 
 
 class MasterView(StoredIn16Bits, Tensor):
-    """View of a split parameter, as ``.data``, ``detach()`` and slices return. Writes to it change the parameter."""
+    """View of a split parameter (``.data``, ``detach()``, a slice). Writes to it change the parameter."""
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -90,7 +89,6 @@ class MasterView(StoredIn16Bits, Tensor):
 
 
 def view_of(working: Tensor, remainder: Tensor, owner: Any) -> MasterView:
-    """Return a :class:`MasterView` of both halves of the split parameter ``owner``."""
     view = working.as_subclass(MasterView)
     view.owner, view.remainder_bits = owner, remainder
     return view
@@ -100,10 +98,10 @@ def view_of(working: Tensor, remainder: Tensor, owner: Any) -> MasterView:
 def read_in_fp32(
     func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Call ``func`` with the FP32 values of split parameters and of their views; their gradients are FP32.
+    """Call ``func`` with the FP32 values of split parameters and of their views; gradients are FP32.
 
-    A view of one is a :class:`MasterView`. Calls that read no value (shapes, hooks, storage) get the stored bits, and
-    calls that compute in 16 bits (:func:`_computes_in_16_bits`).
+    A view is a :class:`MasterView`. Calls that read no value (shapes, hooks, storage) and calls that compute in 16 bits
+    get the stored bits.
     """
     kwargs = kwargs or {}
     first = args[0] if args else None
@@ -130,7 +128,7 @@ def read_in_fp32(
 def _call_on_fp32(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: list[Any], tensors: list[Any]
 ) -> Any:
-    """Call ``func`` with the FP32 values of the split ``tensors``, and store those of ``targets`` afterwards."""
+    """Call ``func`` with the FP32 values of ``tensors``, and store those of ``targets`` afterwards."""
     with as_stored():
         # Targets are read too: a write may change some elements only.
         values = {id(tensor): tensor.fp32_value() for tensor in targets}
@@ -148,7 +146,7 @@ def _call_on_fp32(
 
 
 def _computes_in_16_bits(tensors: list[Tensor]) -> bool:
-    """Whether ``tensors`` also has one in the 16-bit dtype of a split parameter, and none in FP32 or FP64."""
+    """Whether ``tensors`` also has one in the dtype of a split parameter, and none in FP32 or FP64."""
     split = [tensor for tensor in tensors if isinstance(tensor, StoredIn16Bits)]
     # A tensor of shape () promotes no other, except another of shape ().
     least_dim = min([1, *[tensor.dim() for tensor in split]])
@@ -169,7 +167,7 @@ class _Read(torch.autograd.Function):
 
 
 def _view(func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return a view or views; None if ``func`` has made a copy, as reshape and flatten may."""
+    """Return a view or views; None if ``func`` has made a copy, as reshape may."""
     storage = tensor.untyped_storage()._cdata
     working = func(tensor, *args, **kwargs)
     views = working if isinstance(working, (tuple, list)) else [working]
@@ -188,7 +186,6 @@ def _needs_graph(tensor: Any) -> bool:
 
 
 def _written_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the split parameters, and views of them, that ``func`` writes to."""
     in_place = writes_in_place(getattr(func, "__name__", ""))
     written = (args[:1] if in_place else (), kwargs.get("tensor") if in_place else None, kwargs.get("out"))
     return list({id(tensor): tensor for tensor in tensors_in(written) if isinstance(tensor, StoredIn16Bits)}.values())
@@ -219,7 +216,7 @@ _VIEWS = (
 
 
 _PROPERTIES = {n: d for n in dir(Tensor) if hasattr(d := getattr(Tensor, n), "__set__") and not callable(d)}
-# Calls that pass no gradient on, or that use the tensor object: properties, writers, hooks.
+# Calls that use the tensor object or pass no gradient on.
 OF_THE_TENSOR_ITSELF = (
     _named(
         "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_ "

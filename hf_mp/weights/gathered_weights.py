@@ -1,4 +1,4 @@
-"""``GatheredSlots``: parameter slots for weights that FSDP2 gathers during the forward, and for DTensors."""
+"""``GatheredSlots``: parameter slots for FSDP2 and DTensors."""
 
 from __future__ import annotations
 

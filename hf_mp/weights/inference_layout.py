@@ -1,4 +1,4 @@
-"""``InferenceLayout``: weight layout of models that are not trained."""
+"""``InferenceLayout``, for models that are not trained."""
 
 from __future__ import annotations
 

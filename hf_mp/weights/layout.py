@@ -57,7 +57,7 @@ class WeightLayout:
         widen_buffers(model)
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return the working copies of FP32 masters among ``weights``, by the identity of the master."""
+        """As :meth:`WorkingCopies.get_all`."""
         return self.copies.get_all(weights)
 
     def register_communication(
@@ -74,7 +74,7 @@ class WeightLayout:
         return [] if model is None else model_parameters(model)
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
-        """Return a context for a forward, which may change how autograd saves working copies."""
+        """Return a context for a forward, which may save other tensors than working copies."""
         return nullcontext()
 
     def store_scaled_gradients(
@@ -98,17 +98,17 @@ class WeightLayout:
         return optimizer
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:
-        """Refresh the working copies after an update by ``optimizer``."""
+        """Called after an update by ``optimizer``."""
         self.copies.refresh_all(
             [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
         )
 
     def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that the masters may have been written undetectably."""
+        """As :meth:`WorkingCopies.note_unseen_writes`."""
         self.copies.note_unseen_writes(parameters)
 
     def differ_from_copies(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether a master differs from its working copy; True if no copy of ``parameters`` is stored."""
+        """As :meth:`WorkingCopies.differ`."""
         return self.copies.differ(parameters)
 
     def refresh(self) -> None:
@@ -124,7 +124,7 @@ class WeightLayout:
 
 
 def _to_fp32(parameter: nn.Parameter) -> None:
-    """Cast ``parameter`` in place, because optimizers, tied modules and hooks have references to it."""
+    """Cast ``parameter`` in place."""
     if not is_dtensor(parameter):
         parameter.data = parameter.data.float()
         return

@@ -49,7 +49,7 @@ class UncachedCopies:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor] | tuple[Tensor, int]:
-        """Return a function that rounds the parameter of a copy again; for any other tensor, itself and its version."""
+        """Return a function that rounds a copy again, or any other tensor and its version."""
         is_strided = tensor.layout is torch.strided
         parameter = self._by_storage.get(tensor.untyped_storage()._cdata) if is_strided else None
         if parameter is None:

@@ -70,7 +70,7 @@ class SplitLayout(WeightLayout):
     ) -> None:
         """Move the gradients of split ``weights`` from ``uses`` to the parameters; autograd accumulates the others.
 
-        ``uses`` has one gradient for each alias of a weight: that of its slot, and that of its working copy.
+        ``uses`` has one gradient for each alias of a weight (in its slot, and of its working copy).
         """
         # DDP takes a parameter without .grad as unused, and these gradients are stored outside of .grad.
         hooks_finding_unused = [hook for hook in self._comm_hook_by_ddp.values() if hook.finds_unused]
@@ -151,7 +151,7 @@ def _save_in_fp32(model: nn.Module) -> None:
 
 
 def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
-    """Return the trained weights of normalizations with running statistics, in the order of the model."""
+    """Return the trained weights of normalizations with running statistics."""
     return {
         parameter: None
         for module in modules_of(model)
@@ -162,7 +162,7 @@ def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
 
 
 def restore_parameters(model: nn.Module) -> None:
-    """Make the split parameters of ``model`` ordinary FP32 parameters, which are saved as usual."""
+    """Make the split parameters of ``model`` ordinary ones, saved as usual."""
     for parameter in model.parameters():
         if isinstance(parameter, SplitParameter):
             unsplit(parameter)

@@ -415,7 +415,7 @@ def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> No
 
 
 def copy_scale_factors(parameters: Iterable[nn.Parameter]) -> None:
-    """Copy the factors of scaled gradients, before the loss scale changes them in place."""
+    """Copy the factors of scaled gradients, which the loss scale changes in place."""
     copy_of = functools.cache(torch.clone)
     for parameter in parameters:
         if isinstance(parameter, SplitParameter) and parameter._scaled_gradient is not None:
@@ -426,7 +426,7 @@ def copy_scale_factors(parameters: Iterable[nn.Parameter]) -> None:
 def put_masters_into_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """State-dict hook: save FP32 master weights for the split parameters of ``module``."""
+    """State-dict hook: save FP32 masters for split parameters."""
     for name, parameter in module._parameters.items():
         key = prefix + name
         if isinstance(parameter, SplitParameter) and key in state_dict and state_dict[key] is not parameter:
@@ -439,9 +439,8 @@ def broadcast_remainders(parameters: Iterable[SplitParameter], group: Any, sourc
     """Broadcast the remainders of rank ``source`` of ``group``."""
     rank = torch.distributed.get_global_rank(group, source)
     for parameter in parameters:
-        working = DATA.__get__(parameter)
         # gloo and NCCL do not support int16, and NCCL no host memory.
-        sent = parameter.remainder_bits.contiguous().to(working.device)
+        sent = parameter.remainder_bits.contiguous().to(parameter.device)
         torch.distributed.broadcast(sent.reshape(-1).view(torch.uint8), rank, group=group)
         parameter.remainder_bits.copy_(sent)
         _mark_current(parameter)

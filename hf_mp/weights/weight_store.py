@@ -34,9 +34,8 @@ _MAX_ALIAS_SETS = 4  # for each forward key; more forwards in one backward make 
 class AliasCache:
     """Alias sets that are reused from forward to forward. Attached forwards own the cache.
 
-    Reuse is safe: an alias shares memory and version counter with its weight or working copy, and its unscale node
-    saves no tensors. Two forwards in one backward use different sets, because autograd would sum their gradients in 16
-    bits before the unscale node.
+    An alias shares memory and version counter with its weight or working copy, and its unscale node saves no tensors.
+    For two forwards in one set, autograd would sum gradients in 16 bits.
     """
 
     def __init__(self) -> None:
@@ -45,13 +44,12 @@ class AliasCache:
         self.by_key: dict[Hashable, list[AliasSet]] = {}  # by forward key
 
     def reset(self, index: ModelIndex | None, *, has_masters: bool = False) -> None:
-        """Discard all sets; later ones are for ``index``."""
         self.by_key.clear()
         self.index, self.has_masters = index, has_masters
 
 
 class Entry(Protocol):
-    """Attached forward of the model or of a part of it."""
+    """Attached forward of the model or of a part."""
 
     alias_cache: AliasCache
 
@@ -71,7 +69,7 @@ class WeightStore:
         self.threads: list[int] = []  # thread of each running forward
 
     def check_single_thread(self) -> None:
-        """Raise a RuntimeError if another thread runs a forward of the model: parameter slots are not per thread."""
+        """Raise a RuntimeError if another thread runs a forward: slots are not per thread."""
         if set(self.threads) - {threading.get_ident()}:
             raise RuntimeError(
                 "a forward with gradients began while another thread ran one of the same attached model, and a module "
@@ -84,7 +82,7 @@ class WeightStore:
         is_lower_precision: Callable[[Callable[..., Any] | None], bool],
         modules_with_rules: Iterable[nn.Module],
     ) -> None:
-        """Find the uses of weights again, after a change of lower-precision ops or of modules with rules."""
+        """Find the uses of weights again, for other rules."""
         self.uses = WeightUses(is_lower_precision, modules_with_rules)
         self._intercepts_by_key.clear()
         self.clear_alias_cache()
@@ -106,11 +104,7 @@ class WeightStore:
     ) -> ForwardWeights:
         """Make masters, and return the weights of ``forward``, which is about to run.
 
-        Args:
-            model: the attached model.
-            forward: its attached forward, or that of a part.
-            is_scaled: whether the loss is scaled.
-            groups_weights, holds_copies: as for :class:`WeightSlots`.
+        ``is_scaled``: whether the loss is. ``groups_weights``, ``holds_copies``: as for :class:`WeightSlots`.
         """
         has_grad, index, cache = torch.is_grad_enabled(), ModelIndex(model), forward.alias_cache
         if index != cache.index:
@@ -138,7 +132,7 @@ class WeightStore:
         """Return a free alias set for a forward with ``key``: a cached or a new one."""
         sets = cache.by_key.get(key, [])
         if not all([one.has_working_copies_of(self.layout) for one in sets]):
-            # All keys: nodes keep AccumulateGrad nodes alive, which have the old shape of a resized weight.
+            # All keys: their nodes keep AccumulateGrad nodes with the old shape of a resized weight.
             cache.by_key.clear()
             sets = []
         sets = cache.by_key[key] = [one for one in sets if one.is_intact()]
@@ -159,10 +153,9 @@ class WeightStore:
         parallelism: Parallelism,
         in_fp32: Sequence[nn.Module],
     ) -> None:
-        """Change to the layout for the sharding of ``parameters``, and register communication for ``model``.
+        """Change to the layout for the sharding of ``parameters``, and register communication for ``model``, if given.
 
-        ``model`` is None if only an optimizer is attached. Weights of the modules ``in_fp32`` are sent in FP32. Raises
-        a ValueError for a sharding that the layout does not support.
+        Weights of the modules ``in_fp32`` are sent in FP32. Raises a ValueError for an unsupported sharding.
         """
         layout = _layout_for(self.layout, parameters, parallelism)
         if layout is not self.layout:
@@ -193,14 +186,14 @@ class WeightStore:
         return try_fused_step_whole(optimizer, replaced_step, self.layout.copies, updates, clipping, found_inf)
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return ``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to the result."""
+        """Return ``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it."""
         layout, value = self.layout, parameter.detach()
         if layout.keeps_copies and parameter in layout.copies:
             return layout.copies.get(parameter)
         return value.to(layout.policy.compute) if value.is_floating_point() else value
 
     def restore(self, model: nn.Module | None) -> None:
-        """Restore ordinary FP32 parameters, and release working copies."""
+        """As :meth:`WeightLayout.restore`."""
         self.clear_alias_cache()
         for parameter in () if model is None else model.parameters():
             untrack_data_writes(parameter)
@@ -216,12 +209,11 @@ def make_layout(policy: PrecisionPolicy, offload: str | None = None) -> WeightLa
 
 
 def make_inference_layout(policy: PrecisionPolicy, *, only_trainable: bool) -> WeightLayout:
-    """Return the layout of a model that is not trained."""
     return InferenceLayout(policy, only_trainable=only_trainable)
 
 
 def _layout_for(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:
-    """Return the layout for the sharding of ``parameters``; ``layout`` itself if it supports them."""
+    """Return ``layout`` if it supports the sharding of ``parameters``, otherwise another one."""
     if isinstance(layout, ShardedLayout) or not any(map(is_dtensor, parameters)):
         return layout
     policy = layout.policy

@@ -51,7 +51,7 @@ class WeightUses:
         self._names = weakref.WeakKeyDictionary[nn.Module, frozenset[str]](dict.fromkeys(with_rules, frozenset()))
 
     def find_slots(self, model: nn.Module) -> list[ParameterSlot]:
-        """Return the slots of the weights of ``model``, except weights that an attribute in ``__dict__`` hides."""
+        """Return the slots of the weights of ``model``, except those that an attribute in ``__dict__`` hides."""
         found = []
         for module in modules_of(model):
             attributes = vars(module)

@@ -1,4 +1,4 @@
-"""``WorkingCopies``: the FP16/BF16 copies of master weights that lower-precision ops read."""
+"""``WorkingCopies``: one for each master weight."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class WorkingCopies:
         return found
 
     def get(self, parameter: nn.Parameter) -> Tensor:
-        """Return the current working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
+        """Return the current copy of ``parameter``, of its shape and without grad; do not write to it."""
         entry = self._entries.get(id(parameter))
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
@@ -81,15 +81,14 @@ class WorkingCopies:
         return entry.copy
 
     def is_stale(self, weight: Tensor) -> bool:
-        """Whether ``weight`` was written in place since its copy was made; False without a copy."""
+        """Whether ``weight`` has a copy, and was written in place since."""
         entry = self._entries.get(id(weight))
         return entry is not None and entry.source[0] != -1 and entry.source[:2] != (weight._version, weight.data_ptr())
 
     def refresh_all(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Round ``parameters``, which an optimizer has updated, into their copies, in one fused pass.
+        """Round ``parameters``, which an optimizer has updated (maybe undetectably), into their copies.
 
-        Optimizers that write through ``.data`` or in a kernel raise no version counter. :meth:`get` refreshes the
-        copies of other parameters, which a graph may have saved (of a generator, while its discriminator is updated).
+        :meth:`get` refreshes others, which a graph may have saved (of a generator, in a step of its discriminator).
         """
         found = self._entries_of(parameters)
         _refresh([(entry, p) for entry, p in found if p.requires_grad and entry.copy.shape == p.shape])
@@ -101,7 +100,7 @@ class WorkingCopies:
                 _refresh_if_changed(entry, parameter)
 
     def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that ``parameters`` may have been written undetectably, so that :meth:`get` compares their copies."""
+        """Have :meth:`get` compare the copies of ``parameters``, which may have been written undetectably."""
         for entry, parameter in self._entries_of(parameters):
             if isinstance(parameter, DataTrackedParameter):
                 parameter.note_unseen_write()
@@ -128,7 +127,6 @@ class WorkingCopies:
             entry.source = parameter._version, parameter.data_ptr(), unseen  # version_and_address(), inlined
 
     def _entries_of(self, parameters: Iterable[nn.Parameter]) -> list[tuple[_Entry, nn.Parameter]]:
-        """Return the entry of each parameter that has one, with the parameter."""
         return [(entry, p) for p in parameters if (entry := self._entries.get(id(p))) is not None]
 
     def clear(self) -> None:
@@ -155,7 +153,7 @@ class WorkingCopies:
 
 
 def _refresh_if_changed(entry: _Entry, parameter: nn.Parameter) -> None:
-    # A graph may have saved the copy, and its backward raises even if equal values were written.
+    # A graph may have saved the copy, and raises even if equal values were written.
     if _has_changed(entry, parameter):
         _refresh([(entry, parameter)])
 

@@ -22,7 +22,7 @@ _GAPS = 5 * ALIGNED_BYTES  # between kinds of rooms: remainder, two moments, bot
 
 @dataclass(eq=False)
 class Piece:
-    """The elements ``begin`` to ``end`` of a parameter and its rooms; ``inside``, their parts of a window by key."""
+    """The elements ``begin`` to ``end`` of a parameter and its rooms; ``inside`` a window, by key."""
 
     parameter: Any
     rooms: Rooms
@@ -31,13 +31,13 @@ class Piece:
     inside: dict[str, Tensor] = field(default_factory=dict)
 
     def elements(self, key: str) -> int:
-        """Number of its elements in a room: all of a room of another size than the parameter."""
+        """Number of its elements in a room: all, if the room has another size than the parameter."""
         room = self.rooms[key]
         return self.end - self.begin if room.numel == self.parameter.numel() else room.numel
 
 
 class _Copy(NamedTuple):
-    """A part of a slab, and the part of a window for it; both flat."""
+    """A part of a slab, and its place in a window; both flat."""
 
     key: str
     slab: Tensor
@@ -66,10 +66,7 @@ class Chunk:
         self._window: Tensor | None = None
 
     def place(self, window: Tensor) -> tuple[list[Tensor], list[Tensor], int]:
-        """Return the parts of slabs to copy, the part of ``window`` for each, and how many are written back.
-
-        These come first, then the gradients in ``reads``.
-        """
+        """Return parts of slabs, their places in ``window``, and how many of them, from the first, are written back."""
         if self._window is not window:
             self._window, self._copies = window, list(self._place_pieces(window))
         written = [copy for copy in self._copies if copy.key not in (GRADIENT, LOWER_GRADIENT)]
@@ -77,10 +74,10 @@ class Chunk:
         return [copy.slab for copy in copied], [copy.inside for copy in copied], len(written)
 
     def _place_pieces(self, window: Tensor) -> Iterator[_Copy]:
-        """Set ``inside`` of each piece, and yield the copies, one for neighbours in a slab."""
+        """Set ``inside`` of each piece, and yield one copy for all neighbours in a slab."""
         place = 0  # in the window, in bytes
         for (key, dtype), pieces in self._by_kind.items():
-            runs: list[tuple[Tensor, int, int, int]] = []  # slab, begin and end in it, and place in the window
+            runs: list[tuple[Tensor, int, int, int]] = []  # slab, begin, end, and place in the window
             for piece in pieces:
                 room, count = piece.rooms[key], piece.elements(key)
                 piece.inside[key] = window[place : place + count * dtype.itemsize].view(dtype)

@@ -1,4 +1,4 @@
-"""Slabs: allocations in host memory, each for many tensors of a dtype, page-locked if a GPU copies from and to them."""
+"""Slabs: host memory for many tensors of a dtype, page-locked for a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ ALIGNED = 64  # elements; each tensor begins at a multiple, so that kernels read
 
 
 class Room:
-    """The place of one tensor in a slab, from element ``begin``.
-
-    Attributes:
-        flat: all elements, in one dimension.
-        view: the tensor.
-        was_used: whether it may have been written.
-    """
+    """The place of one tensor in a slab, ``flat`` and as a ``view``; ``was_used``: whether it may have been written."""
 
     def __init__(self, slab: Tensor, begin: int, shape: torch.Size) -> None:
         self.slab, self.begin, self.numel = slab, begin, shape.numel()
@@ -35,10 +29,10 @@ def padded(number: int, multiple: int = ALIGNED) -> int:
 
 
 def reserve(wanted: Sequence[tuple[torch.dtype, torch.Size]], device: torch.device) -> list[Room]:
-    """Return a room of zeros for each dtype and shape, in one slab for each dtype; ``device`` copies from and to it.
+    """Return a room of zeros for each dtype and shape, in one slab for each dtype, for copies by ``device``.
 
     Raises:
-        MemoryError: with the bytes needed and free, if the host does not have that memory.
+        MemoryError: with the bytes needed and free, if the host has less.
     """
     sizes = dict.fromkeys((dtype for dtype, _ in wanted), 0)
     begins = []
@@ -61,12 +55,12 @@ def _no_memory(needed_bytes: int, found: str) -> MemoryError:
 
 
 def allocate(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return flat zeros in host memory, page-locked for a CUDA ``device``; raise a MemoryError if there is none."""
+    """Return flat zeros in host memory, page-locked for a CUDA ``device``; or raise a MemoryError."""
     needed = elements * dtype.itemsize
     try:
         if device.type != "cuda" or not elements:
             return torch.zeros(elements, dtype=dtype, device="cpu")
-        # Shared pages: after a fork (a DataLoader's workers), writes to private ones go to copies, which no GPU reads.
+        # Shared: after a fork (a DataLoader's workers), writes to private pages go to copies, which no GPU reads.
         pages = mmap.mmap(-1, needed)
     except (RuntimeError, OSError) as error:  # a limit of the process (ulimit -v)
         raise _no_memory(needed, str(error)) from error
@@ -82,7 +76,7 @@ def allocate(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def free_bytes() -> int | None:
-    """Return the free host memory in bytes, within the limit of the container; None if it is unknown."""
+    """Return the free host memory of the container in bytes; None if it is unknown."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""``OffloadLayout``: the lean layout with remainders, the optimizer's state and the gradients in host memory."""
+"""``OffloadLayout``: a lean layout in host memory."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class OffloadLayout(SplitLayout):
         super().restore(model)
 
     def _home(self, device: torch.device, own: Sequence[OffloadedParameter]) -> torch.device:
-        """Return ``device`` if FP32 weights and the optimizer's state fit there; otherwise the CPU, with a warning."""
+        """Return ``device`` if FP32 weights and the optimizer's state fit; otherwise the CPU, with a warning."""
         if device.type != "cuda":
             return device
         # 2 of 4 bytes of each weight are there already; one weight at a time has both dtypes.
@@ -134,7 +134,7 @@ class OffloadLayout(SplitLayout):
     def saving_for_backward(self) -> AbstractContextManager[None]:
         is_in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint recomputes
         if self._moves_gradients and torch.is_grad_enabled() and not is_in_backward:
-            # Now, because locking memory takes milliseconds, and a backward may run collectives at the same time.
+            # Now, because a backward may run collectives, and locking memory takes milliseconds.
             make_room_for_sums([p.place for p in self._parameters() if p.place.held is not None])
         return super().saving_for_backward()
 
@@ -148,7 +148,7 @@ class OffloadLayout(SplitLayout):
 
     @on_stored_values
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        """As the base class; for a gradient in host memory, its largest magnitude, which a check reads."""
+        """As the base class, with the largest magnitude of a gradient in host memory, which a check reads."""
         parameters = list(parameters)
         if self._moves_gradients and self._comm_hook_by_ddp:  # DDP reduces gradients on the device
             for buckets in self._comm_hook_by_ddp.values():
@@ -170,7 +170,6 @@ class OffloadLayout(SplitLayout):
 
 
 def move_gradients(weights: Iterable[Tensor]) -> None:
-    """Move the gradients of ``weights`` that backward left on the device to host memory."""
     for weight in weights:
         if isinstance(weight, OffloadedParameter):
             weight.move_gradient()

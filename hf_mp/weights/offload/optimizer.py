@@ -1,4 +1,4 @@
-"""``OffloadedOptimizer``: steps an optimizer on a device, with its state and the remainders in host memory."""
+"""``OffloadedOptimizer``: steps on a device, with state in host memory."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from hf_mp.weights.offload.host_memory import Room, reserve
 from hf_mp.weights.offload.parameter import OffloadedParameter, clip_grad_norm_
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, has_gradient
 
-_SMALL_ELEMENTS = 1024  # at most, of a state tensor on the device; and it has another shape than its parameter
+_SMALL_ELEMENTS = 1024  # a state tensor with no more, and another shape than its parameter, is on the device
 
 
 class OffloadedOptimizer(base.MasterWeightOptimizer):
     """A :class:`MasterWeightOptimizer` with its state in host memory.
 
     A step copies state and remainders through two windows on the device, a chunk at a time; ``state`` holds views of
-    host memory. hf_mp's kernel does the updates of torch's fused Adam and AdamW, in parts of parameters; other
-    optimizers step whole parameters, a bucket at a time.
+    host memory. hf_mp's kernel updates parts of parameters for torch's fused Adam and AdamW; other optimizers step
+    whole ones.
 
     Args:
         optimizer: as for the base class, of ``torch.optim``, ``bitsandbytes.optim`` or ``transformers.optimization``.
         transfers: to and from the device.
 
     Attributes:
-        rooms: the places of the state in host memory, by parameter and key of its state.
+        rooms: of the state in host memory, by parameter and key.
 
     Raises:
         ValueError: for other optimizers, and those that page their state themselves.
@@ -55,7 +55,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
 
     @torch.no_grad()
     def use(self, transfers: limits.Transfers) -> None:
-        """Use ``transfers``, of an attached model, and move existing state to host memory."""
+        """Use ``transfers``, and move existing state to host memory."""
         self.transfers = transfers
         self._plan()
         for parameter in self.rooms:
@@ -72,7 +72,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
     # Where the state is
 
     def _plan(self) -> None:
-        """Reserve rooms and cut chunks, if parameters, their rooms, or those that the kernel updates have changed."""
+        """Cut chunks again if parameters, their rooms, or those that the kernel updates have changed."""
         own = [p for p in optimizer_parameters(self) if isinstance(p, OffloadedParameter)]
         self._settings = self._kernel_settings(own)
         planned = list(map(id, own)), list(self._settings), sum([len(p.place.rooms) for p in own])
@@ -82,7 +82,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             self._planned = planned
 
     def _cut(self, own: Sequence[OffloadedParameter]) -> None:
-        """Reserve rooms for new ones of the parameters ``own``, and cut the chunks of all."""
+        """Reserve rooms for new parameters, and cut the chunks of all."""
         if new := [p for p in own if p not in self.rooms]:
             self._reserve(new)
         pairs = [(p, {**p.place.rooms, **self.rooms[p]}) for p in own]
@@ -91,7 +91,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         size = limits.window_bytes_for(sum(room.view.nbytes for _, rooms in pairs for room in rooms.values()))
         self._chunks = [*cut(sliced, size), *bundle(whole, size, base._BUCKET_ELEMENTS)]
         self.transfers.grow(max([chunk.bytes for chunk in self._chunks], default=0))
-        # The kernel counts a step for each piece. The first piece of a parameter has the count in its state.
+        # The kernel counts steps for each piece: for the first of a parameter in its state.
         later = [piece for chunk in self._chunks for piece in chunk.pieces if piece.begin]
         counts = torch.zeros(len(later), dtype=torch.float32, device=self.transfers.device).unbind()
         self._counts = dict(zip(later, counts, strict=True))
@@ -122,7 +122,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             self.rooms[parameter][key] = room
 
     def _probe(self, parameter: OffloadedParameter) -> dict[str, Any]:
-        """Return the state that the wrapped optimizer makes for ``parameter``, by a step on zeros."""
+        """Return the state that a step on zeros makes for ``parameter``."""
         zeros = nn.Parameter(torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device))
         zeros.grad = torch.zeros_like(zeros)
         with self._in_place_of_parameters({parameter: zeros}):  # at exit, the state of `zeros` is that of `parameter`
@@ -131,7 +131,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         return self.optimizer.state.pop(parameter, {})
 
     def _take_over(self, parameter: nn.Parameter) -> None:
-        """Move the state of ``parameter`` that is not in its rooms to them."""
+        """Move state of ``parameter`` that other code has set to its rooms."""
         state = self.optimizer.state.get(parameter, {})
         for key, room in self.rooms[parameter].items():
             value = state.get(key)
@@ -176,7 +176,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             super().step_on(others)
 
     def _step_own(self, own: Sequence[OffloadedParameter]) -> None:
-        """Update the parameters ``own``, all with a gradient, a chunk at a time, and free their gradients."""
+        """Update ``own``, which all have a gradient, and free their gradients."""
         if elsewhere := {p.device for p in own} - {self.transfers.device}:
             raise RuntimeError(
                 f"the model was moved to {elsewhere.pop()} after it was attached on {self.transfers.device}, and its "
@@ -202,7 +202,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
         SplitParameter.note_written(*own)
 
     def _prepare_state(self, parameter: OffloadedParameter) -> None:
-        """Move the state of ``parameter`` to its rooms, or make the state for the kernel there."""
+        """Move state of ``parameter`` to its rooms, or make it there for the kernel."""
         state, rooms = self.optimizer.state[parameter], self.rooms[parameter]
         is_sliced = id(parameter) in self._settings
         if is_sliced and not state:
@@ -218,10 +218,7 @@ class OffloadedOptimizer(base.MasterWeightOptimizer):
             )
 
     def _update_sliced(self, pieces: Sequence[Piece]) -> None:
-        """Update ``pieces`` in a window with hf_mp's kernel, and free the gradients of parameters that end in it.
-
-        One launch is for the pieces with the same settings and unscale factor.
-        """
+        """Update ``pieces`` in one launch for each settings and factor; free the gradients of complete parameters."""
         batches: dict[tuple[int, int], _Batch] = {}
         for piece in pieces:
             parameter = piece.parameter
@@ -278,7 +275,6 @@ class _Batch(NamedTuple):
         return launch_key(written, self.gradients, window)
 
     def tensors(self) -> list[AdamWTensors]:
-        """Return the tensors of each piece, in the window and in the parameter."""
         found = []
         for piece, gradient, count in zip(self.parameters, self.gradients, self.counts, strict=True):
             inside, working = piece.inside, DATA.__get__(piece.parameter).view(-1)[piece.begin : piece.end]
@@ -307,7 +303,6 @@ def _fits(value: Any, room: Room) -> bool:
 
 
 def _check_streamable(optimizer: Any) -> None:
-    """Raise a ValueError for an optimizer with state that cannot be streamed."""
     name = type(optimizer).__name__
     # The base class raises for others.
     is_wrappable = isinstance(optimizer, Optimizer) and not isinstance(optimizer, base.MasterWeightOptimizer)

@@ -1,4 +1,4 @@
-"""``OffloadedParameter``: a split parameter with its remainder and gradient in host memory."""
+"""``OffloadedParameter``: a split parameter in host memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HeldGradient:
     part: Tensor
 
     def on_device(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the flat gradient and its unscale factor, from ``parts``, copies of its rooms on the device."""
+        """Return the flat gradient and its unscale factor; ``parts`` are its rooms, on the device."""
         if len(self.keys) == 1:
             return parts[GRADIENT], self.factor
         total = merge(parts[GRADIENT].view(_UPPER), parts[LOWER_GRADIENT])
@@ -58,7 +58,7 @@ class Place:
 
     Attributes:
         rooms: in host memory, by key.
-        inside: parts of a window that an optimizer uses instead, by key, while it steps.
+        inside: parts of a window that replace them, by key, in an optimizer step.
         held: the gradient in host memory, if there is one.
         was_read: whether other code has read ``.grad``, and may write to it.
     """
@@ -82,12 +82,11 @@ class Place:
 
     def hold(self, gradient: Tensor, factor: Tensor | None) -> None:
         """Move a dense ``gradient`` of FP16, BF16 or FP32 to host memory."""
-        upper = self.rooms[GRADIENT].flat
         fill: Any = lambda part, inside: inside.copy_(part)  # noqa: E731
-        keys, targets = [GRADIENT], [upper]
+        keys, targets = [GRADIENT], [self.rooms[GRADIENT].flat]
         if gradient.dtype is torch.float32:
             make_room_for_sums([self])
-            keys, targets = [GRADIENT, LOWER_GRADIENT], [upper.view(_UPPER), self.rooms[LOWER_GRADIENT].flat]
+            keys, targets = [GRADIENT, LOWER_GRADIENT], [targets[0].view(_UPPER), self.rooms[LOWER_GRADIENT].flat]
             fill = split_into
         magnitude, part = scan_part(gradient)
         written = self.transfers.write(gradient.contiguous().view(-1), targets, fill)
@@ -105,8 +104,8 @@ def make_room_for_sums(places: Iterable[Place]) -> None:
 class OffloadedParameter(SplitParameter):
     """A split parameter with its working copy on the device, and all else in host memory.
 
-    FP32 values are on the device. If the layout moves gradients to the host, ``.grad`` returns an FP32 one on the
-    device. It stays there, because the reader may write to it.
+    FP32 values and ``.grad`` are on the device. A gradient that was read stays there, because the reader may write to
+    it.
     """
 
     place: Place
@@ -199,19 +198,17 @@ def offload(parameter: SplitParameter, place: Place) -> None:
 
 
 def bring_back(parameter: Any, device: torch.device) -> None:
-    """Make ``parameter`` a split parameter again, with all its tensors on ``device``."""
+    """Make ``parameter`` a split one again, with all its tensors on ``device``."""
     move = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
     with as_stored(), torch.no_grad():
-        # Copy all tensors.
         parameter.reset_written_remainders()
         scaled, summed = tuple(map(move, parameter._scaled_gradient or ())), move(_GRAD.__get__(parameter))
         working, remainder = move(DATA.__get__(parameter)), parameter.remainder_bits.to(device, copy=True)
-        # Remove the gradient, and the attributes of offloaded parameters. A snapshot may be on another device.
+        # A snapshot may be on another device.
         parameter.grad = None
         for name in ("place", "_snapshot"):
             vars(parameter).pop(name, None)
         parameter.__class__ = SplitParameter
-        # Store the copies.
         DATA.__set__(parameter, working)
         parameter.remainder_bits = remainder
         _GRAD.__set__(parameter, summed)
@@ -220,7 +217,6 @@ def bring_back(parameter: Any, device: torch.device) -> None:
 
 
 def held_gradient(parameter: Any) -> HeldGradient | None:
-    """The gradient of ``parameter`` in host memory, if it is there."""
     return parameter.place.held if isinstance(parameter, OffloadedParameter) else None
 
 
@@ -257,7 +253,7 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
         clipping = clip_factor(total, max_norm)
         product = functools.cache(lambda inverse: clipping.reshape(1) if inverse is None else inverse * clipping)
         for held in all_held:
-            if len(held.keys) > 1:  # as for FP32 gradients on the device, which are multiplied themselves
+            if len(held.keys) > 1:  # FP32 gradients on the device are multiplied, too
                 held.magnitude = held.magnitude * clipping
             held.factor = product(held.factor)
         multiply_gradients(others, clipping)

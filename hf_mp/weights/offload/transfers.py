@@ -19,7 +19,7 @@ ALIGNED_BYTES = 512  # a multiple of ALIGNED elements of each dtype, and of the 
 
 
 def window_bytes_for(moved_bytes: int) -> int:
-    """Return the size of a window for a model with ``moved_bytes`` that pass through both."""
+    """Return the size of a window, if ``moved_bytes`` pass through both."""
     return min(WINDOW_BYTES, max(_LEAST_BYTES, moved_bytes // _CHUNKS))
 
 
@@ -52,8 +52,7 @@ class Transfers:
     def stream(self, chunks: Sequence[Any], work: Callable[[Any], None]) -> None:
         """Copy each chunk into a window, run ``work`` on it there, and write it back; return when all is written.
 
-        ``chunk.place(window)`` returns parts of slabs, the parts of ``window`` for them, and how many of them, from the
-        first, are written back.
+        ``chunk.place(window)`` as :meth:`hf_mp.weights.offload.chunks.Chunk.place`.
         """
         streams, written_back = self.streams, []
         self._used_bytes = self.window_bytes  # write() has to wait for a window again
@@ -78,15 +77,14 @@ class Transfers:
                 streams.run(OUTBOUND, written_back[number])
                 self._free[number % 2] = streams.record(OUTBOUND)
         finally:
-            # Other code (checkpoints, schedulers) may read the optimizer's state from now on, without waiting for a
-            # stream. On a GPU this takes the time of the last copy.
+            # Other code (checkpoints, schedulers) reads the optimizer's state without waiting for a stream. On a GPU
+            # this takes the time of the last copy.
             streams.synchronize()
 
     def write(self, source: Tensor, slabs: Sequence[Tensor], fill: Callable[..., None]) -> Any:
         """Copy ``source``, flat and on the device, to flat ``slabs``; it may be freed when this returns.
 
-        ``fill(part, *inside)`` writes a part of ``source`` to the tensors that are copied to the slabs. Returns the
-        event for :meth:`read`.
+        ``fill(part, *inside)`` writes a part of ``source`` to a window. Returns the event for :meth:`read`.
         """
         streams = self.streams
         element_bytes = sum(slab.element_size() for slab in slabs)
@@ -101,7 +99,7 @@ class Transfers:
         return self.written
 
     def _place(self, elements: int, slabs: Sequence[Tensor]) -> list[Tensor]:
-        """Return a part of a window for ``elements`` of each dtype of ``slabs``."""
+        """Return parts of a window for ``elements`` of each dtype of ``slabs``."""
         sizes = [elements * slab.element_size() for slab in slabs]
         if self._used_bytes + sum(padded(size, ALIGNED_BYTES) for size in sizes) > self.window_bytes:
             self._filling, self._used_bytes = 1 - self._filling, 0
