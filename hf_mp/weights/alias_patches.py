@@ -13,11 +13,9 @@ from hf_mp.weights.slots import WeightAlias
 
 @around
 def _differentiate_weights(original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute gradients in a forward with respect to weights and external tensors instead of their aliases.
-
-    Also in the backward of a custom function that recomputes a part of a forward.
-    """
+    """Compute gradients in a forward with respect to weights and external tensors instead of their aliases."""
     grad_outputs, retain_graph, create_graph, inputs, *others = args
+    # The backward of a custom function may recompute a part of a forward.
     forward = state.forward or (None if state.backward is None else state.backward.forward)
     if forward is not None and forward.weights is not None:
         # A matmul may use another alias of the weight, and some CPU matmuls accumulate into the weight itself.
@@ -28,15 +26,13 @@ def _differentiate_weights(original: Any, outputs: Any, *args: Any, **kwargs: An
 
 @around
 def _trace_as_tensor(original: Any, self: Any, value: Tensor, *args: Any) -> Any:
-    # Dynamo accepts no tensor subclass in a higher-order operator. Later forwards with compiled code have plain tensors
-    # in their slots.
+    # Dynamo accepts no tensor subclass in a higher-order operator. Later forwards have plain tensors in their slots.
     if type(value) is WeightAlias:
         value.__class__ = Tensor  # type: ignore[assignment]
     return original(self, value, *args)
 
 
-# Called by torch.autograd.grad and backward. These two are not patched, because a tensor's __torch_function__ compares
-# functions by identity.
+# Called by torch.autograd.grad and backward, which a tensor's __torch_function__ compares by identity.
 DIFFERENTIATE_WEIGHTS = Patch(
     ("torch.autograd:_engine_run_backward",),
     _differentiate_weights,

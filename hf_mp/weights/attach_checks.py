@@ -27,11 +27,11 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def runtimes_of(model: nn.Module) -> list[Any]:
     """Return each MixedPrecision attached to ``model``, to a model inside it, or to one that contains it."""
     modules = list(model.modules())
-    # attach() replaces the forward of a model, and of each Transformers model inside: so a part leads to the runtime of
-    # the model that contains it. A library's wrapper of a forward has a copy of its attributes, also after detach.
+    # attach() replaces the forward of a model and of each Transformers model inside. A library's wrapper has a copy of
+    # its attributes, also after detach.
     forwards = [module.__dict__.get("forward") for module in modules]
     of_forwards = [one.runtime for one in forwards if isinstance(one, ReplacedForward) and hasattr(one, "runtime")]
-    # A library may also have replaced the attached forward of the instance: then only RUNTIMES has its runtime.
+    # A library may also have replaced the attached forward.
     within = set(map(id, modules))
     return list(dict.fromkeys([*of_forwards, *(one for one in RUNTIMES if id(one.model) in within)]))
 
@@ -39,12 +39,12 @@ def runtimes_of(model: nn.Module) -> list[Any]:
 def detach(model: _Module) -> _Module:
     """Remove mixed precision that ``prepare``, ``attach``, a Trainer or a deep copy attached to ``model``.
 
-    Afterwards it is an ordinary FP32 model, and its optimizers have no hook, wrapper or copy. In a lean layout, step
-    your own optimizer from then on, no longer the one that ``prepare`` returned.
+    Afterwards it is an ordinary FP32 model, and its optimizers have no hook, wrapper or copy. In a lean layout, then
+    step your own optimizer instead of the one that ``prepare`` returned.
 
     Args:
         model: any module. Mixed precision of a model inside it, or of a wrapper around this Transformers model, is
-            removed as well. If nothing is attached, nothing happens.
+            removed as well, if there is any.
 
     Returns:
         The same model.
@@ -60,7 +60,6 @@ def detach(model: _Module) -> _Module:
 
 
 def check_attachable(model: nn.Module, parallelism: Parallelism, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
-    """Raise a ValueError if mixed precision cannot be attached to ``model`` with this policy."""
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel's replicas bypass the attached model: use DistributedDataParallel (torchrun)")
     if not any(parameter.is_floating_point() for parameter in model.parameters()):
@@ -80,22 +79,17 @@ def check_attachable(model: nn.Module, parallelism: Parallelism, policy: Precisi
         )
     if policy.exact_generation and (reasons := list(_batch_dependence(model))):
         raise ValueError(f"exact_generation=True would not be exact for {type(model).__name__}: {reasons[0]}")
-    _check_no_split_parameters(model)
-    _check_scripts(model, policy, is_scaled=is_scaled)
-
-
-def _check_no_split_parameters(model: nn.Module) -> None:
-    """Raise a ValueError for a parameter in the lean layout of another attached model."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, SplitParameter):
             raise ValueError(
                 f"{name} is in the lean layout of another model that mixed precision is attached to, and its gradients "
                 "would be mixed up: attach one model with both parts, or use a default layout (fp16, bf16) for both"
             )
+    _check_scripts(model, policy, is_scaled=is_scaled)
 
 
 def _check_scripts(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool) -> None:
-    """Raise a ValueError for a trained TorchScript module, if its weights are unscaled or saved by hf_mp."""
+    """Raise a ValueError for a trained TorchScript module with weights that need an unscale node or a hook."""
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule) or not any(p.requires_grad for p in module.parameters()):
             continue
@@ -114,10 +108,10 @@ def _check_scripts(model: nn.Module, policy: PrecisionPolicy, *, is_scaled: bool
 def _batch_dependence(model: nn.Module) -> Iterator[str]:
     """Yield the reasons why results of ``model`` depend on the number of tokens in a call, even with FP64 accumulation.
 
-    In dense models, and in experts that Transformers stacks, only matmuls and attention depend on it.
+    Those of dense models and of experts that Transformers stacks do not.
     """
     for name, part in model.named_modules():
-        # Transformers sets it for models that cannot go back to an earlier token (Mamba, RWKV).
+        # Set by Transformers for models that cannot go back to an earlier token (Mamba, RWKV).
         if getattr(part, "_is_stateful", False):
             yield "it has a recurrent state, which training computes in another order than generation"
         positions = getattr(type(part), "_prepare_position_ids_for_generation", None)
@@ -136,11 +130,7 @@ def _batch_dependence(model: nn.Module) -> Iterator[str]:
 
 
 def head_of(model: nn.Module) -> str:
-    """Return the name of the output embedding (``get_output_embeddings()``) of ``model`` or of a part.
-
-    Raises:
-        ValueError: if the model has no output embedding.
-    """
+    """Return the name of the output embedding of ``model`` or of a part; a ValueError if there is none."""
     for part in model.modules():
         head = getattr(part, "get_output_embeddings", lambda: None)()
         for name, module in model.named_modules():
@@ -153,26 +143,19 @@ def head_of(model: nn.Module) -> str:
 
 
 def rules_for(model: nn.Module | None, policy: PrecisionPolicy, rules: Rules) -> Rules:
-    """Return the rules for ``model``: ``rules``, and an FP32 rule for its head if ``policy.fp32_head``.
-
-    Without a model, no rules are returned if one of them names a module.
-
-    Raises:
-        ValueError: for a rule for the head that contradicts ``fp32_head=True``.
-    """
-    if model is None:
+    """Return ``rules``, with an FP32 rule for the head of ``model`` if ``policy.fp32_head``."""
+    if model is None:  # rules may name its modules
         return {} if any(isinstance(key, str) for key in rules) else rules
     if not policy.fp32_head:
         return rules
     head = glob.escape(head_of(model))
     if rules.get(head, "fp32") != "fp32":
         raise ValueError(f"fp32_head=True contradicts rules={{{head!r}: {rules[head]!r}}}: leave out one of them")
-    # Last, because the last matching rule has priority: an existing key would stay before "*".
+    # Last, because the last matching rule has priority.
     return {**{key: rule for key, rule in rules.items() if key != head}, head: "fp32"}
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
-    """Raise a TypeError or ValueError if the steps of ``optimizer`` cannot be guarded for ``model``."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"attach_optimizer takes one torch optimizer, not {type(optimizer).__name__}: call it once for each"
@@ -190,7 +173,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module | None) -> None:
 
 def check_closure(optimizer: Optimizer) -> None:
     """Raise a ValueError if ``optimizer`` calls its closure several times in a step."""
-    # LBFGS requires the argument; it is optional in optimizers that call it once.
+    # LBFGS requires the argument; others call it once, and it is optional.
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

@@ -31,10 +31,9 @@ from hf_mp.weights.slots import WeightAlias
 
 
 class AttachedAutocast(autocast):
-    """Autocast in the forwards of an attached model. It uses the weight cache, and finds external tensors.
+    """Autocast in the forwards of an attached model, with weight cache and external tensors.
 
-    Args:
-        dtype, model, settings: as for :class:`autocast`; ``model`` is None before one is attached.
+    The arguments are those of :class:`autocast`; ``model`` is None before one is attached.
     """
 
     installs_patches = False  # patches are installed while the model is attached
@@ -49,20 +48,18 @@ class AttachedAutocast(autocast):
 
     @property
     def forward(self) -> Forward | None:
-        """The innermost forward of this thread, if this autocast casts its calls."""
+        """Innermost forward of this thread, if this autocast casts its calls."""
         return forward if (forward := state.forward) is not None and forward.autocast is self else None
 
     @property
     def weights(self) -> ForwardWeights | None:
-        """The weights of :attr:`forward`."""
         return None if (forward := self.forward) is None else forward.weights
 
     def is_lower_precision(self, op: Callable[..., Any] | None) -> bool:
-        """Whether ``op`` runs in FP16/BF16."""
         return op is not None and (entry := self._plan.get(op)) is not None and entry.rule is CastRule.LOWER_PRECISION
 
     def modules_with_rules(self) -> Iterator[nn.Module]:
-        """Yield the modules with rules; a rule that is not for single ops is also for all modules inside."""
+        """Yield the modules with rules; rules that are not for single ops include all modules inside."""
         for module, rule in self._ruled_modules:
             yield from [module] if rule.functions else module.modules()
 
@@ -71,13 +68,10 @@ class AttachedAutocast(autocast):
         """Whether rules or FP64 accumulation change the op tables."""
         return bool(self.has_op_rules or self._ruled_modules or self.sums_in_fp64)
 
-    def keeps_attention(self) -> bool:
-        """Whether no rule changes attention."""
-        return not self.has_op_rules and not any([rule.functions for _, rule in self._ruled_modules])
-
     def lowers_attention(self) -> bool:
         """Whether attention reads keys and values in this dtype. Not cached: rules may be added later."""
-        return self.keeps_attention() and lowers_attention(self._model())
+        has_rules_of_ops = self.has_op_rules or any([rule.functions for _, rule in self._ruled_modules])
+        return not has_rules_of_ops and lowers_attention(self._model())
 
     def may_be_dispatched(self) -> bool:
         """Whether dispatcher kernels can make the calls of a forward that begins now."""
@@ -90,23 +84,20 @@ class AttachedAutocast(autocast):
         return self._saw_compile or compiled_frames() > 0
 
     def discard_compiled_frames(self) -> None:
-        """Drop code that was compiled in a forward with dispatcher kernels; later forwards use the mode.
-
-        torch.compile does not trace the kernels: the code contains their casts, and other callers would run it.
-        """
+        """Drop code that was compiled with the casts of dispatcher kernels; later forwards use the mode."""
         if compiled_frames():
             torch._dynamo.reset()
             self._saw_compile = True
 
     @functools.cached_property
     def _has_scripts(self) -> bool:
-        """Whether a part of the model is TorchScript, which differentiates by its own formulas, without casts."""
+        """Whether a part of the model is TorchScript, which differentiates without casts."""
         modules = () if (model := self._model()) is None else model.modules()
         return any(isinstance(module, torch.jit.ScriptModule) for module in modules)
 
     @functools.cached_property
     def _ensure_kernels(self) -> bool:
-        """Register the kernels; whether there are any."""
+        """Register kernels, and return whether there are any."""
         if can_dispatch():
             self.native_plan = register(self._plan, self.dtype)
         return can_dispatch()
@@ -115,7 +106,7 @@ class AttachedAutocast(autocast):
         return (forward := self.forward) is None or not forward.is_dispatched or self.must_intercept_all()
 
     def planned(self, func: Callable[..., Any]) -> PlanEntry:
-        """Return the plan entry for a call of ``func`` in the running forward."""
+        """Return the plan entry for a call of ``func``."""
         entry = self._plan.get(func, UNCHANGED)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:  # in a nested autocast
             entry = self.plan_for_nested(entry)
@@ -151,11 +142,9 @@ class AttachedAutocast(autocast):
     def apply(
         self, entry: PlanEntry, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """As the base class, with aliases of external tensors.
+        """As the base class, with aliases of external tensors, and dispatcher kernels instead of handlers.
 
-        Without dispatcher kernels, the handler of ``entry`` makes the call, and always for the rules in ALWAYS_HELD.
-        With them, the kernel of the op does, which ``func`` calls. In a compilation or a transform the kernels cannot
-        cast, so they are disabled and the handler makes the call.
+        Kernels cannot cast in a compilation or a transform.
         """
         forward = None if is_dynamo_compiling() else self.forward
         weights = None if forward is None else forward.weights
@@ -164,7 +153,7 @@ class AttachedAutocast(autocast):
         if forward is None or not forward.is_dispatched or entry.rule in ALWAYS_HELD:
             return super().apply(entry, func, args, kwargs)
         if not is_compiling_or_transforming():
-            return func(*args, **kwargs)  # a kernel makes the call
+            return func(*args, **kwargs)  # calls a kernel
         with kernels_disabled():
             return super().apply(entry, func, args, kwargs)
 
@@ -194,7 +183,6 @@ _NOT_A_USE = OF_THE_TENSOR_ITSELF - {Tensor.detach} | {torch.autograd.grad}
 def _alias_external(
     weights: ForwardWeights, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Return the arguments of a call with aliases of external tensors instead of these."""
     if is_compiling_or_transforming():  # torch.func: kernels cannot cast; all tensors are of the forward
         weights.next_intercepts = True
         return args, kwargs
@@ -213,6 +201,6 @@ def _with_gradients(
 ) -> Any:
     """Make a call with gradients enabled in a forward that began without."""
     if (weights := mode.weights) is not None:
-        weights.next_intercepts = True  # the next forward too, also with kernels: matmuls of experts
+        weights.next_intercepts = True  # also with kernels: matmuls of experts
         args, kwargs = apply_to_tensors(weights.slots.recast_with_grad, (args, dict(kwargs)))
     return handler(mode, name, func, args, kwargs)

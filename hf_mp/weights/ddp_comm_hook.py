@@ -1,8 +1,9 @@
-"""``SplitGradientCommHook``: DDP communication hook that reduces the gradients of split parameters in 16 bits."""
+"""``SplitGradientCommHook``, a DDP communication hook."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,31 +18,31 @@ from hf_mp.weights.split_parameter import SplitParameter, has_gradient
 
 
 class SplitGradientCommHook:
-    """DDP communication hook. It sends the gradients of split parameters scaled and in 16 bits.
+    """DDP communication hook that sends the gradients of split parameters scaled and in 16 bits.
 
-    Each rank sums its part of a bucket in FP32 and sends the average in ``PrecisionPolicy.reduce_dtype``. In 16 bits
-    the traffic is that of a 16-bit all-reduce.
+    Each rank sums its part of a bucket in FP32 and sends the average in ``PrecisionPolicy.reduce_dtype``, with the
+    traffic of an all-reduce in that dtype.
     """
 
     def __init__(self, ddp: DistributedDataParallel, policy: PrecisionPolicy, scale_source: ScaleSource) -> None:
         self._group, self._policy = ddp.process_group, policy
         self.finds_unused = ddp.find_unused_parameters or ddp.static_graph
-        # DDP never releases its hook, and a strong reference would keep the model alive.
+        # Weak, because DDP never releases its hook.
         self._scale_source: Callable[[], ScaleSource | None] = weakref.ref(scale_source)
         self._streams: dict[torch.device, Any] = {}
         split = [parameter for parameter in ddp.parameters() if isinstance(parameter, SplitParameter)]
         _check_reduction(split, policy, scale_source)
         self._split = [weakref.ref(parameter) for parameter in split]
         self._task = -1  # graph task id of the last backward
-        # torch raises if the user has registered a hook. A lambda, because DDP requires annotations to be types.
+        # A lambda, because DDP requires annotations to be types.
         ddp.register_comm_hook(self, lambda hook, bucket: hook.reduce(bucket))
 
     @torch.no_grad()
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Average ``bucket`` over the ranks: the function of the hook."""
+        """Average ``bucket`` over the ranks."""
         values = bucket.buffer()
         factor, inverse = self._scale_and_inverse(values.device)
-        # The gradients of split parameters are not in .grad, so DDP has not copied them into the bucket.
+        # DDP has copied only ``.grad``.
         for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if isinstance(parameter, SplitParameter):
                 parameter.copy_gradient_to_bucket(part, factor, inverse)
@@ -54,7 +55,7 @@ class SplitGradientCommHook:
         return done
 
     def collect_reduced_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """After backward, move the ``.grad`` that DDP left in split ``parameters``, still scaled, out of ``.grad``."""
+        """After backward, move the scaled averages that DDP wrote to ``.grad`` of split ``parameters`` out of it."""
         if self._scale_source() is None:
             return
         for parameter in parameters:
@@ -63,10 +64,9 @@ class SplitGradientCommHook:
                 parameter.take_reduced_gradient(inverse)
 
     def mark_accumulated(self) -> None:
-        """Set ``.grad`` of parameters that have a gradient of an earlier micro-batch.
+        """Set ``.grad`` of parameters with a gradient of an earlier micro-batch, once for each backward.
 
-        Called before a backward writes gradients. DDP raises if a parameter that a ``no_sync()`` micro-batch used has
-        no ``.grad``.
+        DDP raises if a parameter that a ``no_sync()`` micro-batch used has no ``.grad``.
         """
         if (task := torch._C._current_graph_task_id()) != self._task:
             self._task = task
@@ -75,7 +75,7 @@ class SplitGradientCommHook:
                     parameter.mark_used()
 
     def _scale_and_inverse(self, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return S and 1/S on ``device``; None for both if gradients are not scaled, or the model was freed."""
+        """Return S and 1/S on ``device``; None for both without scaling, or if the model was freed."""
         scale_source = self._scale_source()
         factor = None if scale_source is None else scale_source.loss_scale_for(device)
         if scale_source is None or factor is None:
@@ -83,7 +83,7 @@ class SplitGradientCommHook:
         return factor, scale_source.scaler.scale_and_inverse(device).inverse
 
     def _communication_stream(self, device: torch.device) -> Any:
-        """Return a context with a stream for communication: backward does not wait, and buckets stay in order."""
+        """Return a context with a stream for communication, so that backward does not wait."""
         if device.type == "cpu":
             return contextlib.nullcontext()
         handle = getattr(torch, device.type)
@@ -92,16 +92,17 @@ class SplitGradientCommHook:
         return handle.stream(stream)
 
     def _average(self, values: Tensor, factor: Tensor | None) -> None:
-        """Average ``values`` over the ranks in place, multiplied by ``factor`` (None for 1) while they are sent."""
+        """Average ``values`` over the ranks in place, sent in 16 bits times ``factor`` (None for 1)."""
         ranks, distributed, dtype = self._group.size(), torch.distributed, self._policy.reduce_dtype
-        if dtype is torch.float32:  # nothing is multiplied: FP32 does not underflow
+        if dtype is torch.float32:
             sums = values.float()
             distributed.all_reduce(sums, group=self._group)
             values.copy_(sums.div_(ranks))
             return
-        sent = values.new_zeros(-(-values.numel() // ranks) * ranks, dtype=dtype)
+        elements_of_rank = math.ceil(values.numel() / ranks)
+        sent = values.new_zeros(elements_of_rank * ranks, dtype=dtype)
         sent[: values.numel()].copy_(values if factor is None else values * factor)
-        part = torch.empty(sent.numel() // ranks, dtype=torch.float32, device=sent.device)
+        part = torch.empty(elements_of_rank, dtype=torch.float32, device=sent.device)
         reduce_scatter_in_fp32(part, sent, self._group)
         all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
         all_gather(sent, part.div_(ranks).to(dtype), group=self._group)
@@ -111,7 +112,6 @@ class SplitGradientCommHook:
 
 
 def _check_reduction(split: Iterable[SplitParameter], policy: PrecisionPolicy, scale_source: ScaleSource) -> None:
-    """Raise a ValueError for settings that a lean layout does not support under DDP."""
     name, usual = f"precision={str(policy)!r}", str(policy).removesuffix("-lean")
     if scale_source.updates_in_backward:
         raise ValueError(

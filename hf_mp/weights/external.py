@@ -1,4 +1,4 @@
-"""``ExternalTensors``: finds tensors that a forward uses and did not create, and unscales their gradients."""
+"""``ExternalTensors``: finds external tensors of a forward, and unscales their gradients."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from hf_mp.scale_boundary import add_unscale_hooks, cast_to_output, is_of_model, reaches_forward
 from hf_mp.weights.slots import WeightSlots
 
-_MAX_FORWARDS = 1000  # recorded forwards; limits the memory of a long training
+_MAX_FORWARDS = 1000  # recorded ones; limits memory
 
 
 class ForwardNodes(threading.local):
-    """Ranges of sequence numbers of the autograd nodes that forwards of one model have made in a thread."""
+    """Sequence numbers of the autograd nodes that forwards of one model have made in a thread."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, float]] = []  # first and last, ascending
 
     def record(self, first: int) -> None:
-        """Record the nodes from ``first`` to the newest: a later forward may use their results."""
+        """Record the nodes from ``first`` to the newest."""
         if (last := torch.autograd._get_sequence_nr()) > first:
             self._ranges.append((first, last))
         del self._ranges[:-_MAX_FORWARDS]
@@ -39,14 +39,12 @@ class ForwardNodes(threading.local):
 class ExternalTensors:
     """Finds tensors that reach one forward through a closure, an attribute or an argument instead of a slot.
 
-    A tensor is external if its autograd node is older than the forward, or if it is a leaf. If calls are intercepted,
-    an alias, an output of an unscale node, replaces it in the first call that uses it. Otherwise unscale hooks are
-    added after the forward.
+    In intercepted calls, outputs of unscale nodes replace them. Otherwise unscale hooks are added after the forward.
 
     Args:
         slots: parameter slots of the forward.
         nodes: autograd nodes of earlier forwards.
-        is_scaled: whether the loss is scaled; if not, nothing is unscaled.
+        is_scaled: whether the loss is scaled.
     """
 
     # Identities of leaves that are not external. None: only leaves that the forward has used are external.
@@ -57,23 +55,23 @@ class ExternalTensors:
         self._aliased: list[tuple[Tensor, Tensor, int]] = []  # external tensors, their aliases and first versions
         self._known_external: set[Any] = set()  # nodes with no path to a node of this forward
         self._external_without_grad: dict[int, Tensor] = {}  # used without grad; a checkpoint may recompute the use
-        # Number of the next node. torch has no public API for the order of nodes.
+        # torch has no public API for the order of nodes.
         self.first_node = torch.autograd._get_sequence_nr()
 
     def alias_argument(self, tensor: Tensor) -> Tensor:
-        """Return an alias of ``tensor``, an argument of the forward, if it requires grad and no forward made it."""
+        """Return an alias of ``tensor``, an argument of the forward, if it is external; otherwise itself."""
         if not tensor.requires_grad or (tensor.grad_fn is not None and self._is_of_earlier_forward(tensor.grad_fn)):
             return tensor
         return self._alias(tensor)
 
     def _is_of_earlier_forward(self, node: Any) -> bool:
-        """Whether an earlier forward of the model made ``node``. A node of another thread may have the same number."""
+        # A node of another thread may have the same number.
         return node in self._nodes and is_of_model(node, self._slots.scale_provider)
 
     def alias_if_external(self, tensor: Tensor) -> Tensor:
-        """Return an alias of ``tensor``, an argument of a call, if it requires grad and is external.
+        """Return an alias of ``tensor``, an argument of a call, if it is external; otherwise itself.
 
-        Without grad, ``tensor`` is returned, and recorded for a thread that recomputes the call.
+        Without grad, an external tensor is recorded, for a recomputation of the call.
         """
         if not tensor.requires_grad or not self.is_external(tensor):
             return tensor
@@ -83,7 +81,6 @@ class ExternalTensors:
         return tensor
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        """Return the alias of ``tensor``, made at its first use."""
         if (aliases := self._slots.aliases.get(id(tensor))) is not None:
             return aliases.alias
         alias = self._slots.alias_group([(tensor, None)]).alias
@@ -92,11 +89,7 @@ class ExternalTensors:
         return alias
 
     def write_back(self) -> list[Tensor]:
-        """Record in-place changes of external tensors by the forward in the graph outside of it.
-
-        Returns the new values, each an output of the model. Raises a RuntimeError if the forward changed a leaf, as
-        torch does.
-        """
+        """Make external tensors that the forward changed in place outputs of it, and return these."""
         changed = []
         for tensor, alias, version in self._aliased:
             if tensor._version == version:
@@ -106,15 +99,15 @@ class ExternalTensors:
                     "forward() changed a leaf tensor that requires a gradient in place, and torch has no gradient of "
                     "that: pass a clone"
                 )
-            # So that the graph outside continues from an output of the model, the gradient of which is scaled.
-            changed.append(cast_to_output(alias, self._slots.scale_provider))
+            output = cast_to_output(alias, self._slots.scale_provider)
+            changed.append(output)
             # Nodes of the forward may have saved the alias, which shares the version counter.
             with torch.autograd._unsafe_preserve_version_counter(tensor):
-                tensor.copy_(changed[-1])
+                tensor.copy_(output)
         return changed
 
     def are_among(self, values: Iterable[Any]) -> bool:
-        """Whether the arguments ``values`` of a call contain an external tensor that requires grad."""
+        """Whether ``values`` contain an external tensor."""
         for value in values:
             if isinstance(value, Tensor):
                 if value.requires_grad and self.is_external(value):
@@ -124,20 +117,20 @@ class ExternalTensors:
         return False
 
     def is_external(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, which requires grad, is older than this forward and of no other forward of the model."""
+        """Whether ``tensor``, which requires grad, is external."""
         try:
             node = tensor.grad_fn
         except RuntimeError:  # raised for a view that a custom function made without grad and wrote
             return self.is_external(tensor._base)  # type: ignore[arg-type]
         if id(tensor) in self._external_without_grad:
             return True
-        if node is None:
+        if node is None:  # a leaf
             return self._recompute_inputs is not None and id(tensor) not in self._recompute_inputs
         is_older = node._sequence_nr() < self.first_node and not self._is_of_earlier_forward(node)
         return is_older and not reaches_forward(node, self.first_node, self._known_external)
 
     def add_unscale_hooks(self, results: Sequence[Tensor]) -> bool:
-        """Unscale at each edge from the graph of ``results`` to an external tensor. Returns whether there was one."""
+        """Unscale at edges from the graph of ``results`` to external tensors; return whether there are any."""
         return add_unscale_hooks(results, self._slots.scale_provider, self.first_node, self._is_of_earlier_forward)
 
     def record_nodes(self) -> None:
@@ -152,8 +145,8 @@ class ExternalTensors:
     def recomputing(self, args: tuple[Any, ...] | None) -> Iterator[None]:
         """Context in which a part of the forward is recomputed with arguments ``args``, in any thread.
 
-        Sequence numbers of another thread are not comparable. So only leaves other than ``args``, and tensors used
-        without grad, are external; if ``args`` is None, only the latter are.
+        External are tensors used without grad and, if ``args`` is not None, leaves other than ``args``: sequence
+        numbers of another thread are not comparable.
         """
         before = self.first_node, self._recompute_inputs
         self.first_node = -1  # no node is older

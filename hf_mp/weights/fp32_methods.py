@@ -1,4 +1,4 @@
-"""Methods of a lean model that compute new weights: they read and write FP32 parameters."""
+"""Methods of a lean model that compute new weights, in FP32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from hf_mp.models.base import ReplacedForward
 from hf_mp.weights.split_parameter import SplitParameter
 
-# Of Transformers and PEFT. They create tensors of a weight's dtype, and so would round its FP32 value to 16 bits.
+# Of Transformers and PEFT. They create tensors of a weight's dtype, which would round FP32 values to 16 bits.
 _METHODS = (
     "resize_token_embeddings", "merge_and_unload", "merge_adapter", "unmerge_adapter", "add_weighted_adapter"
 )  # fmt: skip
@@ -32,7 +32,6 @@ class _FP32Method(ReplacedForward):
 
 
 def install_fp32_methods(model: nn.Module) -> None:
-    """Replace the methods of ``model`` and of its parts that compute new weights."""
     for module in model.modules():
         for name in _METHODS:
             if name not in vars(module) and hasattr(type(module), name):
@@ -40,7 +39,6 @@ def install_fp32_methods(model: nn.Module) -> None:
 
 
 def remove_fp32_methods(model: nn.Module) -> None:
-    """Restore the methods of ``model``."""
     for module in model.modules():
         for method in [one for one in vars(module).values() if isinstance(one, _FP32Method)]:
             method.remove()
@@ -48,11 +46,10 @@ def remove_fp32_methods(model: nn.Module) -> None:
 
 @contextmanager
 def fp32_parameters(model: nn.Module) -> Iterator[None]:
-    """Put ordinary FP32 parameters in the place of split ones; at exit, store their values in the split ones.
+    """Context in which FP32 parameters replace split ones; at exit, the split ones get their values.
 
-    Code inside the context may move, replace and resize parameters. Gradients are not moved.
+    Code inside may move, replace and resize parameters. Gradients are not moved.
     """
-    split_by_id: dict[int, SplitParameter] = {}
     plain_of: dict[SplitParameter, nn.Parameter] = {}
     modules = list(model.modules())
     for module in modules:
@@ -60,15 +57,15 @@ def fp32_parameters(model: nn.Module) -> Iterator[None]:
             if isinstance(parameter, SplitParameter):
                 if parameter not in plain_of:
                     plain_of[parameter] = nn.Parameter(parameter.fp32_value(), parameter.requires_grad)
-                    split_by_id[id(plain_of[parameter])] = parameter
                 module._parameters[name] = plain_of[parameter]
     try:
         yield
     finally:
-        # Those of before too: a part that is now outside of the model must not keep an FP32 copy.
+        split_of = {id(plain): parameter for parameter, plain in plain_of.items()}
+        # Also in parts that are no longer in the model: they must not keep an FP32 copy.
         for module in dict.fromkeys([*modules, *model.modules()]):
             for name, parameter in module._parameters.items():
-                module._parameters[name] = split_by_id.get(id(parameter), parameter)
+                module._parameters[name] = split_of.get(id(parameter), parameter)
         with torch.no_grad():
             for parameter, plain in plain_of.items():
                 if plain.shape == parameter.shape:

@@ -1,8 +1,6 @@
 """Reads of a split parameter outside a forward return its FP32 value, not the stored 16 bits.
 
-``AveragedModel``, an EMA over ``named_parameters()`` and weight penalties compute with the parameters themselves. If
-no hf_mp autocast is active in the thread, torch passes each call with a split parameter to :func:`read_in_fp32`. Calls
-that read no value (shapes, hooks, storage) use the stored 16 bits.
+``AveragedModel``, an EMA over ``named_parameters()`` and weight penalties compute with the parameters themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ as_stored = torch._C.DisableTorchFunctionSubclass
 
 
 def on_stored_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` wrapped in :class:`as_stored`."""
+    """Decorator: run ``function`` in :class:`as_stored`."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -36,15 +34,15 @@ def on_stored_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ReadAsFP32:
-    """Descriptor ``__torch_function__``: FP32 reads, if no autocast is active."""
+    """Descriptor ``__torch_function__``: :func:`read_in_fp32`, if no hf_mp autocast is active in the thread."""
 
     def __get__(self, tensor: Any, kind: type | None = None) -> Callable[..., Any]:
-        # torch skips its Python dispatch if it finds its own disabled implementation.
+        # torch skips its Python dispatch for this implementation.
         return torch._C._disabled_torch_function_impl if autocasts.active else read_in_fp32
 
 
 class StoredIn16Bits:
-    """16-bit tensor that is read in FP32: a split parameter, or a view of one."""
+    """A split parameter, or a view of one."""
 
     __slots__ = ()  # so that the class of a parameter can be changed to a subclass
     __torch_function__: ClassVar[Any] = ReadAsFP32()  # torch reads it from the class
@@ -53,20 +51,20 @@ class StoredIn16Bits:
     remainder_bits: Tensor  # its shape is that of this tensor
 
     def read_halves(self) -> Split:
-        """Return both halves of the FP32 value. After a write to them, call ``owner.note_written()``."""
+        """Return both halves. After a write to them, call ``owner.note_written()``."""
         self.owner.reset_written_remainders()
         return Split(DATA.__get__(self), self.remainder_bits)
 
     @on_stored_values
     def fp32_value(self) -> Tensor:
-        """Return the FP32 value as a new tensor, to change and pass to :meth:`write_fp32`."""
+        """Return the FP32 value as a new tensor."""
         working, remainder = self.read_halves()
         return merge(working, remainder.to(working.device))
 
     @on_stored_values
     def write_fp32(self, value: Tensor) -> None:
         working, remainder = DATA.__get__(self), self.remainder_bits
-        on_device = remainder.to(working.device)  # a copy, if remainders are in host memory
+        on_device = remainder.to(working.device)  # a copy of one in host memory
         split_into(value, working, on_device)
         if on_device is not remainder:
             remainder.copy_(on_device)
@@ -74,7 +72,7 @@ class StoredIn16Bits:
 
 
 class MasterView(StoredIn16Bits, Tensor):
-    """View of a split parameter, as ``.data``, ``detach()`` and slices return. Writes to it change the parameter."""
+    """View of a split parameter (``.data``, ``detach()``, a slice). Writes to it change the parameter."""
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -91,7 +89,6 @@ class MasterView(StoredIn16Bits, Tensor):
 
 
 def view_of(working: Tensor, remainder: Tensor, owner: Any) -> MasterView:
-    """Return ``working``, a view of the split parameter ``owner``, as a :class:`MasterView` with its ``remainder``."""
     view = working.as_subclass(MasterView)
     view.owner, view.remainder_bits = owner, remainder
     return view
@@ -101,10 +98,10 @@ def view_of(working: Tensor, remainder: Tensor, owner: Any) -> MasterView:
 def read_in_fp32(
     func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Call ``func`` with the FP32 values of split parameters and of their views; their gradients are FP32.
+    """Call ``func`` with the FP32 values of split parameters and of their views; gradients are FP32.
 
-    If the call also has tensors of the parameters' own 16-bit dtype and no FP32 or FP64 tensor, it gets the stored
-    bits.
+    A view is a :class:`MasterView`. Calls that read no value (shapes, hooks, storage) and calls that compute in 16 bits
+    get the stored bits.
     """
     kwargs = kwargs or {}
     first = args[0] if args else None
@@ -112,15 +109,16 @@ def read_in_fp32(
         is_view = (
             func in _VIEWS and isinstance(first, StoredIn16Bits) and (func in _DETACHES or not _needs_graph(first))
         )
-        if is_view and (view := _view(func, first, args[1:], kwargs)) is not None:
+        view = _view(func, first, args[1:], kwargs) if is_view else None
+        if view is not None:
             return view
-        is_node_lookup = func in _FINDS_NODES and len(args) == 2 and args[1] is first
-        if not is_view and (func in _OF_THE_TENSOR_ITSELF or is_node_lookup):
+        finds_node = func in _FINDS_NODES and len(args) == 2 and args[1] is first
+        if not is_view and (func in _OF_THE_TENSOR_ITSELF or finds_node):
             return func(*args, **kwargs)
         targets, tensors = _written_tensors(func, args, kwargs), list(tensors_in((args, kwargs)))
         # torch raises for a write to a leaf that requires a gradient. torch.nn.init disables gradients inside.
         is_error = getattr(func, "__module__", "") != "torch.nn.init" and any(map(_needs_graph, targets))
-        if _wants_stored_bits(tensors) or is_error:
+        if is_error or _computes_in_16_bits(tensors):
             for tensor in targets:
                 tensor.owner.take_snapshot()
             return func(*args, **kwargs)
@@ -130,11 +128,15 @@ def read_in_fp32(
 def _call_on_fp32(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: list[Any], tensors: list[Any]
 ) -> Any:
-    """Call ``func`` with the FP32 values of the split ``tensors``, then write those of ``targets`` back."""
+    """Call ``func`` with the FP32 values of ``tensors``, and store those of ``targets`` afterwards."""
     with as_stored():
         # Targets are read too: a write may change some elements only.
         values = {id(tensor): tensor.fp32_value() for tensor in targets}
-        values |= {id(t): _value(t) for t in tensors if isinstance(t, StoredIn16Bits) and id(t) not in values}
+        values |= {
+            id(tensor): _Read.apply(tensor) if _needs_graph(tensor) else tensor.fp32_value()
+            for tensor in tensors
+            if isinstance(tensor, StoredIn16Bits) and id(tensor) not in values
+        }
         fp32_args, fp32_kwargs = apply_to_tensors(lambda one: values.get(id(one), one), (args, dict(kwargs)))
     result = func(*fp32_args, **fp32_kwargs)
     for tensor in targets:
@@ -143,18 +145,13 @@ def _call_on_fp32(
     return result
 
 
-def _wants_stored_bits(tensors: list[Tensor]) -> bool:
-    """Whether a call also has tensors of the split parameters' own 16-bit dtype, and no FP32 or FP64 tensor."""
+def _computes_in_16_bits(tensors: list[Tensor]) -> bool:
+    """Whether ``tensors`` also has one in the dtype of a split parameter, and none in FP32 or FP64."""
     split = [tensor for tensor in tensors if isinstance(tensor, StoredIn16Bits)]
     # A tensor of shape () promotes no other, except another of shape ().
-    least_dim_that_promotes = min([1, *[tensor.dim() for tensor in split]])
-    promoting = [tensor for tensor in tensors if tensor.dim() >= least_dim_that_promotes]
-    others = {tensor.dtype for tensor in promoting if not isinstance(tensor, StoredIn16Bits)}
+    least_dim = min([1, *[tensor.dim() for tensor in split]])
+    others = {one.dtype for one in tensors if not isinstance(one, StoredIn16Bits) and one.dim() >= least_dim}
     return any([tensor.dtype in others for tensor in split]) and not others & _FP32_OR_FP64
-
-
-def _value(tensor: Any) -> Tensor:
-    return _Read.apply(tensor) if _needs_graph(tensor) else tensor.fp32_value()
 
 
 class _Read(torch.autograd.Function):
@@ -170,7 +167,7 @@ class _Read(torch.autograd.Function):
 
 
 def _view(func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the same views of both halves; None if ``func`` has made a copy, as reshape and flatten may."""
+    """Return a view or views; None if ``func`` has made a copy, as reshape may."""
     storage = tensor.untyped_storage()._cdata
     working = func(tensor, *args, **kwargs)
     views = working if isinstance(working, (tuple, list)) else [working]
@@ -189,14 +186,13 @@ def _needs_graph(tensor: Any) -> bool:
 
 
 def _written_tensors(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the split parameters, and views of them, that ``func`` writes to."""
     in_place = writes_in_place(getattr(func, "__name__", ""))
     written = (args[:1] if in_place else (), kwargs.get("tensor") if in_place else None, kwargs.get("out"))
     return list({id(tensor): tensor for tensor in tensors_in(written) if isinstance(tensor, StoredIn16Bits)}.values())
 
 
 def writes_in_place(name: str) -> bool:
-    """Whether torch uses the name for functions that write to their first tensor."""
+    """Whether ``name`` is of a torch function that writes to its first tensor."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
@@ -220,7 +216,7 @@ _VIEWS = (
 
 
 _PROPERTIES = {n: d for n in dir(Tensor) if hasattr(d := getattr(Tensor, n), "__set__") and not callable(d)}
-# Calls that pass no gradient on, or that use the tensor object: properties, writers, hooks.
+# Calls that use the tensor object or pass no gradient on.
 OF_THE_TENSOR_ITSELF = (
     _named(
         "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward set_ share_memory_ "

@@ -18,12 +18,12 @@ from hf_mp.kernels.adamw import AdamWSettings, AdamWTensors, JoinBuffer, adamw_,
 from hf_mp.kernels.registry import VARIABLE, kernel_for
 from hf_mp.kernels.tensors import is_on_host, is_ordinary, traits_of
 from hf_mp.model_index import optimizer_parameters
-from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, updated_remainders
+from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor
 from hf_mp.weights.working_copies import WorkingCopies
 
 
 class Clipping(NamedTuple):
-    """Clips gradients to the 2-norm ``max_norm`` in an update; their ``norm`` is FP32 of shape ()."""
+    """Clipping of gradients of 2-norm ``norm``, FP32 of shape (), to ``max_norm`` in an update."""
 
     parameters: Sequence[nn.Parameter]
     max_norm: float
@@ -31,40 +31,37 @@ class Clipping(NamedTuple):
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor by which ``clip_grad_norm_`` multiplies gradients of 2-norm ``norm``; FP32 of shape ()."""
+    """Return the factor of ``clip_grad_norm_`` for gradients of 2-norm ``norm``; FP32 of shape ()."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 class LaunchBatch(Protocol):
-    """Tensors of one kernel launch, for which an :class:`UpdateCache` prepares a kernel."""
+    """Tensors of one kernel launch, for :class:`UpdateCache`."""
 
     @property
     def parameters(self) -> Sequence[Any]: ...
 
     def launch_key(self) -> Any:
-        """Return the key of the properties that a kernel is prepared for; None if they are not known yet."""
+        """Return the key of a prepared kernel; None without optimizer state."""
 
     def make_update(self) -> Any:
-        """Return the kernel for this batch, or None if it does not support all tensors."""
+        """Return the kernel, or None if it does not support all tensors."""
 
 
 def launch_key(written: Sequence[Tensor], gradients: Sequence[Tensor], of_batch: Any) -> Any:
-    """Return the key of a launch that writes ``written``; ``of_batch`` is compared too.
-
-    It has no addresses of ``gradients``, which differ in each step.
-    """
-    return os.environ.get(VARIABLE), of_batch, traits_of(written), traits_of(gradients)[1:]
+    """Return the key of a launch that writes ``written``; ``of_batch`` is compared too."""
+    return os.environ.get(VARIABLE), of_batch, traits_of(written), traits_of(gradients)[1:]  # addresses differ
 
 
 def make_kernel(tensors: Sequence[AdamWTensors], counts: Sequence[int]) -> Any:
-    """Return the kernel for ``tensors`` in groups of ``counts``, or None if it does not support all of them."""
+    """Return the kernel for ``tensors`` in groups of ``counts``; None if it does not support all of them."""
     floating = [one for each in tensors for one in each[:-1] if one is not None]  # no int16 remainders
     kernel = kernel_for("adamw", floating)
     return None if kernel is None else kernel(tensors, counts)
 
 
 class _Batch(NamedTuple):
-    """Tensors of one kernel launch; ``gradients`` and ``others`` in the order of ``parameters``."""
+    """Tensors of one kernel launch, in the same order."""
 
     optimizer: Optimizer
     parameters: Sequence[nn.Parameter]
@@ -73,7 +70,6 @@ class _Batch(NamedTuple):
     others: Sequence[Tensor | None]  # working copies or remainders
 
     def launch_key(self) -> Any:
-        """As :class:`LaunchBatch`; None if there is no optimizer state yet."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
         try:
             moments = [state[name] for name in ("exp_avg", "exp_avg_sq", "step") for state in states]
@@ -84,28 +80,24 @@ class _Batch(NamedTuple):
         return launch_key(written, self.gradients, self.counts)
 
     def make_update(self) -> Any:
-        """As :class:`LaunchBatch`."""
         if kernel_for("adamw", [*self.parameters, *self.gradients]) is None:  # before any state is made
             return None
-        tensors_of = functools.partial(_tensors_of, self.optimizer)
-        found = list(map(tensors_of, self.parameters, self.gradients, self.others))
+        each = zip(self.parameters, self.gradients, self.others, strict=True)
+        found = [_tensors_of(self.optimizer, *its) for its in each]
         supported = [tensors for tensors in found if tensors is not None]
-        # Again, with the state: that of a checkpoint may have another dtype or memory order.
+        # Checks the state too: that of a checkpoint may have another dtype or memory order.
         return None if len(supported) < len(found) else make_kernel(supported, self.counts)
 
 
 class UpdateCache:
-    """Join buffer (CPU) and prepared kernels (GPU) of one optimizer.
-
-    If the launch key of a batch is unchanged, its kernel is used without further checks.
-    """
+    """Join buffer (CPU) and prepared kernels (GPU) of one optimizer."""
 
     def __init__(self) -> None:
         self.room = JoinBuffer()
-        self._kernels: dict[int, tuple[list[Any], Any]] = {}  # launch key and kernel, by identity of a parameter
+        self._kernels: dict[int, tuple[Any, Any]] = {}  # launch key and kernel, by identity of the first parameter
 
     def get(self, batch: LaunchBatch) -> Any:
-        """Return the kernel for ``batch``, or None if it does not support all tensors."""
+        """Return the kernel of an unchanged launch key, or a new one; None if it does not support all tensors."""
         first = id(batch.parameters[0])
         launch_key, update = self._kernels.pop(first, (None, None))
         if launch_key is None or launch_key != batch.launch_key():
@@ -119,12 +111,10 @@ class UpdateCache:
 def fused_step_split(
     optimizer: Optimizer, parameters: list[nn.Parameter], updates: UpdateCache, found_inf: Tensor | None = None
 ) -> set[int]:
-    """Update the split ``parameters`` with a step that a kernel supports; return their ids.
+    """Update the split ``parameters`` that have a gradient and are in :func:`fused_groups`; return their ids.
 
-    These have a gradient and are in a group of ``torch.optim.AdamW``, or of ``Adam`` without decay, with ``fused=True``
-    and without ``amsgrad`` and ``maximize``. ``optimizer`` has to step the others. On a CPU, :func:`adamw_` updates
-    large parameters one at a time; on a GPU, one launch updates all. Gradients are freed unless ``found_inf``, FP32 of
-    shape (), is given; if it is not 0, nothing is written.
+    ``optimizer`` has to step the others. A large parameter on a CPU is updated alone. Gradients are freed unless
+    ``found_inf``, FP32 of shape (), is given; if it is not 0, nothing is written.
     """
     stepped = set[int]()
     if not is_torchs_adam(optimizer, vars(optimizer).get("step")):
@@ -132,7 +122,7 @@ def fused_step_split(
     selected = set(map(id, parameters))  # a tensor's own hash is slow
     for settings, group in fused_groups(optimizer):
         step = functools.partial(_update_split, optimizer, updates, settings, found_inf)
-        # Separate by contiguity, because no kernel supports other tensors.
+        # By contiguity too, because no kernel supports other tensors.
         batches: dict[tuple[torch.device, Tensor | None, bool], list[tuple[SplitParameter, Tensor]]] = {}
         for parameter in group:
             if not isinstance(parameter, SplitParameter) or id(parameter) not in selected:
@@ -161,18 +151,21 @@ def _update_split(
 ) -> set[int]:
     """Update the parameters of ``batch`` that a kernel supports, from gradients times ``factor``; return their ids."""
     parameters, gradients = [parameter for parameter, _ in batch], [gradient for _, gradient in batch]
-    if parameters[0].device.type == "cpu" and kernel_for("adamw", gradients) is None:  # the usual case on a CPU
-        found = [(one, tensors) for one, g in batch if (tensors := _tensors_of(optimizer, one, g)) is not None]
-        if not found:
-            return set()
-        adamw_([tensors for _, tensors in found], settings, factor, found_inf, updates.room)
-        parameters = [parameter for parameter, _ in found]
-    else:
-        remainders = updated_remainders(parameters)
+    is_launched = parameters[0].device.type != "cpu" or kernel_for("adamw", gradients) is not None
+    if is_launched:
+        for parameter in parameters:
+            parameter.reset_written_remainders()
+        remainders = [parameter.remainder_bits for parameter in parameters]
         update = updates.get(_Batch(optimizer, parameters, [len(batch)], gradients, remainders))
         if update is None:
             return set()
         update(gradients, [settings], factor, found_inf)
+    else:
+        tensors = [_tensors_of(optimizer, parameter, gradient) for parameter, gradient in batch]
+        parameters = [parameter for parameter, its in zip(parameters, tensors, strict=True) if its is not None]
+        if not parameters:
+            return set()
+        adamw_([its for its in tensors if its is not None], settings, factor, found_inf, updates.room)
     SplitParameter.note_written(*parameters)
     if found_inf is None:  # otherwise an overflow report may read the gradients
         for parameter in parameters:
@@ -181,13 +174,13 @@ def _update_split(
 
 
 def can_skip_on_device(optimizer: Optimizer, replaced_step: Callable[..., Any] | None) -> bool:
-    """Whether the step of ``optimizer`` can be skipped by ``found_inf`` on its device, and no hook observes the step.
+    """Whether ``found_inf`` can skip the step of ``optimizer`` on its device, without a hook that observes it.
 
-    ``replaced_step`` is the ``step`` attribute of the instance before it was guarded, or None. For a
-    :class:`~hf_mp.weights.master_weight_optimizer.MasterWeightOptimizer`, the wrapped optimizer decides.
+    ``replaced_step`` is the ``step`` attribute of the instance before it was guarded, or None.
     """
     if not getattr(optimizer, "skips_on_device", True):
         return False
+    # A MasterWeightOptimizer steps the optimizer that it wraps.
     if replaced_step is None and hasattr(optimizer, "keeps_masters") and not has_hooks(optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
         replaced_step = vars(optimizer).get("step")
@@ -213,10 +206,10 @@ def try_fused_step_whole(
     clipping: Clipping | None = None,
     found_inf: Tensor | None = None,
 ) -> bool:
-    """Update FP32 parameters and working copies in one launch, if the Triton kernel supports all of them.
+    """Clip, and update FP32 parameters and working copies, in one launch; False if there is no kernel for all.
 
-    The kernel clips gradients while it reads them, and writes nothing if ``found_inf``, FP32 of shape (), is not 0.
-    Returns False if nothing was written. ``replaced_step`` is as for :func:`can_skip_on_device`.
+    ``found_inf`` is FP32 of shape (); if it is not 0, the kernel writes nothing. ``replaced_step`` is as for
+    :func:`can_skip_on_device`.
     """
     stepping: list[Any] = [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
     if kernel_for("adamw", stepping[:1]) is None:  # no kernel on a CPU
@@ -224,8 +217,8 @@ def try_fused_step_whole(
     if not is_torchs_adam(optimizer, replaced_step) or has_hooks(optimizer):
         return False
     counted = [(settings, sum([p.grad is not None for p in group])) for settings, group in fused_groups(optimizer)]
-    groups = [(settings, count) for settings, count in counted if count]
-    counts = [count for _, count in groups]
+    all_settings = [settings for settings, count in counted if count]
+    counts = [count for _, count in counted if count]
     if sum(counts) < len(stepping):
         return False
     gradients = [parameter.grad for parameter in stepping]
@@ -233,7 +226,7 @@ def try_fused_step_whole(
     if update is None:
         return False
     factor = None if clipping is None else clip_factor(clipping.norm, clipping.max_norm)
-    update(gradients, [settings for settings, _ in groups], factor, found_inf)
+    update(gradients, all_settings, factor, found_inf)
     copies.note_written(stepping)
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return True
@@ -247,29 +240,28 @@ def is_torchs_adam(optimizer: Any, replaced_step: Callable[..., Any] | None) -> 
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """Whether a step of ``optimizer`` calls hooks that are not hf_mp's."""
-    # torch has no public API to list hooks.
+    """Whether ``optimizer`` has step hooks that are not hf_mp's."""  # torch has no public API to list hooks
     before = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
     after = (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values())
     return not all([hasattr(hook, "is_internal") for hook in (*before, *after)])
 
 
 def replaces_step(replaced_step: Callable[..., Any] | None) -> bool:
-    """Whether ``replaced_step`` replaces the step of its class. The wrapper of an LR scheduler only calls it."""
+    """Whether ``replaced_step`` is more than the wrapper of an LR scheduler, which calls the step of the class."""
     return replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched")
 
 
 def fused_groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence[nn.Parameter]]]:
-    """Yield the settings and parameters of the groups that the kernel supports."""
+    """Yield the settings and parameters of the groups with ``fused=True`` that the kernel supports."""
     for group in optimizer.param_groups:
         lr, weight_decay = group["lr"], group["weight_decay"]
         others = (*group["betas"], group["eps"], weight_decay)  # in the order of AdamWSettings
         is_lr_on_device, *others_on_device = [isinstance(n, Tensor) and not is_on_host(n) for n in (lr, *others)]
         # The kernel reads the learning rate on the device of the parameters; torch's own step moves it there.
-        is_elsewhere = is_lr_on_device and any(parameter.device != lr.device for parameter in group["params"])
-        unsupported = (is_elsewhere, group["amsgrad"], group["maximize"], group["differentiable"], *others_on_device)
+        is_lr_elsewhere = is_lr_on_device and any(parameter.device != lr.device for parameter in group["params"])
+        has_other_options = group["amsgrad"] or group["maximize"] or group["differentiable"]
         is_adamw = group["decoupled_weight_decay"] or not weight_decay  # Adam without decay is AdamW
-        if group.get("fused") and not any(unsupported) and is_adamw:
+        if group.get("fused") and is_adamw and not (is_lr_elsewhere or has_other_options or any(others_on_device)):
             lr = lr if is_lr_on_device else float(lr)  # no copy to the host
             yield AdamWSettings(lr, *map(float, others)), group["params"]
 
@@ -277,8 +269,8 @@ def fused_groups(optimizer: Optimizer) -> Iterator[tuple[AdamWSettings, Sequence
 def _tensors_of(
     optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor, copy: Tensor | None = None
 ) -> AdamWTensors | None:
-    """Return the tensors of an update of ``parameter`` and its working ``copy``; None if no kernel supports them."""
-    weight: Any
+    """Return the tensors of an update of ``parameter`` and its working ``copy``; None without a kernel for them."""
+    weight: Any  # FP32 weight or None, working copy, remainder
     if isinstance(parameter, SplitParameter):
         weight = None, *parameter.read_halves()
     elif parameter.dtype is torch.float32:
@@ -291,11 +283,7 @@ def _tensors_of(
 
 
 def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the moments and the step of ``parameter``, made if its state is empty; None if no kernel supports them.
-
-    Raises:
-        ValueError: for moments of another shape.
-    """
+    """Return the moments and the step of ``parameter``, new ones if its state is empty; None without a kernel."""
     shape, device = parameter.shape, parameter.device
     # `parameter.data` may have been set since torch compared the shapes.
     if not is_ordinary(gradient) or gradient.is_sparse or gradient.shape != shape or gradient.device != device:
@@ -305,8 +293,7 @@ def _moments(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) ->
         make = functools.partial(torch.zeros, dtype=torch.float32, device=device)
         state.update(step=make(()), exp_avg=make(shape), exp_avg_sq=make(shape))
     for name in ("exp_avg", "exp_avg_sq"):
-        # The loaded state of a channels-last parameter may not be contiguous. Masters are, and torch's fused step
-        # reads both in memory order.
+        # Loaded state may be channels-last, and torch's fused step reads it in the memory order of contiguous masters.
         moment = state[name] = state[name].contiguous()
         if moment.shape != shape:
             raise ValueError(  # a kernel would write beyond its end

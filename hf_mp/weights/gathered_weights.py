@@ -1,4 +1,4 @@
-"""``GatheredSlots``: parameter slots for weights that FSDP2 gathers during the forward, and for DTensors."""
+"""``GatheredSlots``: parameter slots for FSDP2 and DTensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hf_mp.weights.weight_uses import WeightUses
 class GatheredSlots(WeightSlots):
     """Parameter slots that are filled when FSDP2 has gathered the weights, and restored when it frees them.
 
-    FSDP2 has its shards in ``_parameters``, so a slot is an entry of the module's ``__dict__``. For a DTensor that ops
-    compute with, it is in ``_parameters``.
+    FSDP2 has its shards in ``_parameters``, so a slot is an entry of the module's ``__dict__``; for a DTensor that ops
+    compute with, of ``_parameters``.
     """
 
     external: ExternalTensors  # set after construction
@@ -45,9 +45,7 @@ class GatheredSlots(WeightSlots):
                 if module._compiled_call_impl is None:
                     self._handles.append(module.register_forward_pre_hook(self._fill))
                     self._handles.append(module.register_forward_hook(self._restore_gathered, always_call=True))
-        # super() recorded an empty list, because no slot was filled yet. __exit__ compares these; FSDP2's slots are
-        # restored before it.
-        if self._computes_on_shards:
+        if self._computes_on_shards:  # now they are filled; FSDP2's slots are restored before __exit__ compares
             self._versions = [value._version for _, value in self._filled]
 
     def _fill(self, gathered: nn.Module, *args: Any) -> None:
@@ -63,13 +61,13 @@ class GatheredSlots(WeightSlots):
             copies = self.layout.working_copies(new)
             self._gathered += slots
             for slot, value in self.alias_weights(slots, copies):
-                # FSDP2 sets `_parameters`; Transformers reads DTensors from there.
-                attributes = vars(slot.module)
-                (attributes["_parameters"] if is_dtensor(value) else attributes)[slot.name] = value
+                # Transformers reads DTensors from `_parameters`.
+                entries = slot.module._parameters if is_dtensor(value) else vars(slot.module)
+                entries[slot.name] = value  # type: ignore[assignment]
                 self._filled.append((slot, value))
 
     def _available_slots(self, gathered: nn.Module) -> list[ParameterSlot]:
-        """Return the slots of ``gathered`` with weights that ops can read now, and that this forward has not made."""
+        """Return the slots of ``gathered`` with weights that ops can read now, and this forward did not compute."""
         slots = self._uses.find_slots(gathered)
         # Under FSDP2 a DTensor is a shard of an inner module, which is gathered later.
         slots = [slot for slot in slots if self._computes_on_shards or not is_dtensor(slot.weight)]
@@ -77,15 +75,13 @@ class GatheredSlots(WeightSlots):
 
     def _restore_gathered(self, gathered: nn.Module, *args: Any) -> None:
         """Forward hook of ``gathered``: restore its slots, and drop the aliases of the weights that FSDP2 frees."""
-        inner = set(gathered.modules())
-        freed = [(slot, value) for slot, value in self._filled if slot.module in inner]
-        self._filled = [(slot, value) for slot, value in self._filled if slot.module not in inner]
-        self._restore_slots(freed)
-        for slot in self._gathered:
-            if slot.module in inner:
-                for one in self.aliases.get(id(slot.weight)) or ():
-                    self.aliases.pop(id(one), None)
-        self._gathered = [slot for slot in self._gathered if slot.module not in inner]
+        freed = set(gathered.modules())
+        self._restore_slots([(slot, value) for slot, value in self._filled if slot.module in freed])
+        self._filled = [(slot, value) for slot, value in self._filled if slot.module not in freed]
+        for slot in [slot for slot in self._gathered if slot.module in freed]:
+            for one in self.aliases.get(id(slot.weight)) or ():
+                self.aliases.pop(id(one), None)
+        self._gathered = [slot for slot in self._gathered if slot.module not in freed]
 
     def _restore_slots(self, filled: list[tuple[ParameterSlot, Tensor]]) -> None:
         super()._restore_slots([(slot, value) for slot, value in filled if is_dtensor(value)])
@@ -94,7 +90,6 @@ class GatheredSlots(WeightSlots):
                 vars(slot.module).pop(slot.name, None)
 
     def __exit__(self, *raised: Any) -> None:
-        """Restore the slots and release the gathered weights."""
         try:
             super().__exit__(*raised)
         finally:

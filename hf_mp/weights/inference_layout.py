@@ -1,4 +1,4 @@
-"""``InferenceLayout``: weight layout of models that are not trained."""
+"""``InferenceLayout``, for models that are not trained."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from hf_mp.weights.split_layout import trained_with_statistics
 class InferenceLayout(WeightLayout):
     """Computes the values of a model that is trained under ``policy``, for equal weights, without FP32 masters.
 
-    In a default layout, 16-bit weights of matmuls are unchanged; other weights are FP32 until :meth:`restore`, so that
-    sums with them are FP32. In a lean layout, weights are rounded to working copies until :meth:`restore`, and buffers
-    are FP32.
+    In a default layout, 16-bit weights of matmuls are unchanged, and others are FP32. In a lean layout, weights are
+    rounded to working copies, and buffers are FP32. :meth:`restore` undoes both.
 
     Args:
         policy: of the training.
@@ -30,22 +29,20 @@ class InferenceLayout(WeightLayout):
     def __init__(self, policy: PrecisionPolicy, *, only_trainable: bool = True) -> None:
         super().__init__(policy)
         self._only_trainable = only_trainable
-        # Tensors and their dtypes before; if rounded, also their values before and the version after.
-        self._changed: list[tuple[Tensor, torch.dtype, Tensor | None, int]] = []
+        self._widened: list[tuple[Tensor, torch.dtype]] = []  # with their dtype before
+        self._rounded: list[tuple[Tensor, Tensor, int]] = []  # with their value before and their version after
 
     @torch.no_grad()
     def prepare_weights(self, model: nn.Module) -> None:
-        """Cast tensors as the class says; no masters are made."""
         is_lean = self.policy.params is not torch.float32
         for tensor in model.buffers() if is_lean else _tensors_not_multiplied(model):
             if tensor.dtype in LOWER_PRECISION_DTYPES and not is_dtensor(tensor):
-                self._changed.append((tensor, tensor.dtype, None, 0))
+                self._widened.append((tensor, tensor.dtype))
                 tensor.data = tensor.data.float()
         if is_lean:
             self._round_parameters(model)
 
     def _round_parameters(self, model: nn.Module) -> None:
-        """Round the weights of ``model`` to working copies, and store their values for :meth:`restore`."""
         with_statistics = trained_with_statistics(model)
         others = {torch.float32, *LOWER_PRECISION_DTYPES} - {self.policy.params}
         for parameter in model.parameters():
@@ -54,13 +51,15 @@ class InferenceLayout(WeightLayout):
             if parameter.dtype in others and not is_fp32 and not is_dtensor(parameter):
                 before = parameter.data
                 parameter.data = split(before.float(), self.policy.params).working
-                self._changed.append((parameter, before.dtype, before, parameter._version))
+                self._rounded.append((parameter, before, parameter._version))
 
     def restore(self, model: nn.Module | None) -> None:
         """Restore dtypes and values; values written since then (synced from the policy model) are only cast."""
-        for tensor, dtype, before, version in self._changed:
-            tensor.data = tensor.data.to(dtype) if before is None or tensor._version != version else before
-        self._changed.clear()
+        for tensor, dtype in self._widened:
+            tensor.data = tensor.data.to(dtype)
+        for parameter, before, version in self._rounded:
+            parameter.data = before if parameter._version == version else parameter.data.to(before.dtype)
+        self._widened, self._rounded = [], []
         super().restore(model)
 
 

@@ -21,10 +21,9 @@ from hf_mp.weights.working_copies import WorkingCopies
 
 
 class WeightLayout:
-    """Default layout, and base class of the others: the model's parameters are the FP32 masters.
+    """Default layout, and base class of the others: the parameters are the FP32 masters.
 
-    Lower-precision ops read working copies, cast once per update to the policy's ``compute``, ``float16`` or
-    ``bfloat16``.
+    Working copies, in the policy's ``compute``, ``float16`` or ``bfloat16``, are cast once per update.
     """
 
     keeps_copies = True  # whether working copies are stored between uses
@@ -44,10 +43,11 @@ class WeightLayout:
         """Cast 16-bit trainable parameters of ``model`` to FP32 masters, before a forward with grad."""
         trained = [parameter for parameter in model_parameters(model) if parameter.requires_grad]
         in_16_bits = [parameter for parameter in trained if parameter.dtype in LOWER_PRECISION_DTYPES]
-        before, self._masters = self._masters, set(map(id, trained))
+        were_masters = any([id(parameter) in self._masters for parameter in in_16_bits])
+        self._masters = set(map(id, trained))
         if not in_16_bits:
             return
-        if any([id(parameter) in before for parameter in in_16_bits]):
+        if were_masters:
             warn_caller(
                 "the FP32 masters of an attached model were cast to 16 bits (model.half(), model.to(dtype)): they are "
                 "FP32 again, and rounded. Leave the cast out, or call hf_mp.detach(model) first"
@@ -57,7 +57,7 @@ class WeightLayout:
         widen_buffers(model)
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return the working copies, without grad, of FP32 masters among ``weights``, by the identity of the master."""
+        """As :meth:`WorkingCopies.get_all`."""
         return self.copies.get_all(weights)
 
     def register_communication(
@@ -70,11 +70,11 @@ class WeightLayout:
             self._comm_hook_by_ddp[ddp] = SplitGradientCommHook(ddp, self.policy, scale_source)
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-        """Return the parameters that a backward of ``model`` may give gradients, each once."""
+        """Return the parameters that may have gradients after a backward of ``model``, each once."""
         return [] if model is None else model_parameters(model)
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
-        """Return a context for a forward, which changes how autograd saves working copies."""
+        """Return a context for a forward, which may save other tensors than working copies."""
         return nullcontext()
 
     def store_scaled_gradients(
@@ -86,14 +86,11 @@ class WeightLayout:
         """
 
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the existing gradients, each with the FP32 factor that unscales it (None for 1)."""
+        """Return the existing gradients, each with its FP32 unscale factor, or None for 1."""
         return [(gradient, None) for parameter in parameters if (gradient := parameter.grad) is not None]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
-        """Clip gradients that torch cannot read; return their 2-norm before clipping, FP32 of shape ().
-
-        Returns None, and does nothing, if torch can clip them.
-        """
+        """Clip gradients, and return their 2-norm before, FP32 of shape (); None to have torch clip them."""
         return None
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -101,17 +98,17 @@ class WeightLayout:
         return optimizer
 
     def refresh_working_copies(self, optimizer: Optimizer) -> None:
-        """Refresh the working copies of the masters that ``optimizer`` has written."""
+        """Called after an update by ``optimizer``."""
         self.copies.refresh_all(
             [parameter for parameter in optimizer_parameters(optimizer) if parameter.grad is not None]
         )
 
     def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that the masters may have been written undetectably."""
+        """As :meth:`WorkingCopies.note_unseen_writes`."""
         self.copies.note_unseen_writes(parameters)
 
     def differ_from_copies(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether a master differs from its working copy; True if no copy of ``parameters`` is stored."""
+        """As :meth:`WorkingCopies.differ`."""
         return self.copies.differ(parameters)
 
     def refresh(self) -> None:
@@ -127,7 +124,7 @@ class WeightLayout:
 
 
 def _to_fp32(parameter: nn.Parameter) -> None:
-    """Cast ``parameter`` in place: optimizers, tied modules and hooks have references to it."""
+    """Cast ``parameter`` in place."""
     if not is_dtensor(parameter):
         parameter.data = parameter.data.float()
         return

@@ -34,15 +34,11 @@ from hf_mp.weights.split_parameter import (
     unscaled,
 )
 
-# Elements of split parameters that are merged into FP32 masters at once: 16 MiB.
-_BUCKET_ELEMENTS = 2**22
-
-# Packages with optimizers that update each parameter separately; LBFGS raises before.
-_STEP_BY_PARAMETER = ("torch.optim", "bitsandbytes.optim", "transformers.optimization")
+_BUCKET_ELEMENTS = 2**22  # of split parameters that are merged into FP32 masters at once: 16 MiB
+_STEP_BY_PARAMETER = ("torch.optim", "bitsandbytes.optim", "transformers.optimization")  # except LBFGS, which raises
 
 
 def _of_wrapped(name: str, doc: str) -> Any:
-    """Return a property that reads and writes an attribute of the wrapped optimizer."""
     inner = operator.attrgetter(f"optimizer.{name}")
     return property(inner, lambda self, value: setattr(self.optimizer, name, value), doc=doc)
 
@@ -50,32 +46,29 @@ def _of_wrapped(name: str, doc: str) -> Any:
 class MasterWeightOptimizer(Optimizer):
     """FP32 masters for the FP16/BF16 parameters of any optimizer (Micikevicius et al. 2017, section 3.1).
 
-    The optimizer updates the masters, with FP32 gradients and FP32 state; the parameters are rounded from them. An
-    update smaller than half a unit in the last place of its weight adds up in the master instead of being lost::
+    The optimizer updates the masters, with FP32 gradients and state; the parameters are rounded from them. Updates
+    smaller than half a unit in the last place of a weight add up instead of being lost::
 
         optimizer = hf_mp.MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
         loss.backward()
         optimizer.step()
 
-    ``param_groups``, with the hyperparameters, and ``state`` are those of the wrapped optimizer, with the model's
-    parameters. A value that you write into a parameter becomes its master. FP32 parameters are updated directly. With
-    loss scaling in the explicit style, ``scaler.unscale_`` and ``scaler.step`` cast gradients to FP32.
+    ``param_groups`` and ``state`` are those of the wrapped optimizer, with the model's parameters. A value that you
+    write into a parameter becomes its master. FP32 parameters are updated directly. With loss scaling in the explicit
+    style, ``scaler.unscale_`` and ``scaler.step`` cast gradients to FP32.
 
-    The master of an FP16/BF16 parameter is an FP32 tensor. In a lean layout it is the parameter with 16 more bits
-    (:mod:`hf_mp.kernels.split`), and the step merges both, a block at a time.
+    A master is an FP32 tensor; in a lean layout, the parameter with 16 more bits (:mod:`hf_mp.kernels.split`).
 
     Args:
-        optimizer: an optimizer over floating parameters; state that it already has is cast to FP32. From now on step
-            the wrapper, not the optimizer itself.
+        optimizer: an optimizer over floating parameters; its state is cast to FP32. Step the wrapper instead.
 
     Raises:
-        TypeError: for parameters that are not floating, and for anything but an optimizer; when the wrapper is copied
-            or pickled.
+        TypeError: for parameters that are not floating, and for anything but an optimizer; when copied or pickled.
         ValueError: for an optimizer that calls its closure several times (LBFGS).
     """
 
     keeps_masters = True  # FP16 gradients may be unscaled: they become FP32
-    skips_on_device = True  # whether the device may skip a step by found_inf, without waiting on the host
+    skips_on_device = True  # whether found_inf may skip a step without waiting on the host
     _step_supports_amp_scaling = False  # torch.amp.GradScaler unscales, also if the wrapped optimizer is fused
     optimizer: Optimizer
 
@@ -86,8 +79,7 @@ class MasterWeightOptimizer(Optimizer):
         # FP32 masters of parameters that are not split, with version_and_address() of the parameter; None after a load.
         self._masters: dict[nn.Parameter, tuple[Tensor, tuple[int, int, int] | None]] = {}
         self._updates = UpdateCache()
-        # Makes the hooks. Optimizer.__init__ would make new param_groups.
-        super().__setstate__({})
+        super().__setstate__({})  # makes the hooks; Optimizer.__init__ would make new param_groups
         for name, value in vars(optimizer).items():
             if name.endswith("_hooks"):
                 setattr(self, name, value)
@@ -105,8 +97,8 @@ class MasterWeightOptimizer(Optimizer):
         )
 
     def _check_step_of_wrapper(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Pre-step hook of the wrapped optimizer: raise a RuntimeError if it is stepped instead of the wrapper."""
-        # In a step of the wrapper the groups hold FP32 masters; after detach(), FP32 parameters.
+        """Pre-step hook: raise a RuntimeError if the wrapped optimizer is stepped instead of the wrapper."""
+        # In a step of the wrapper and after detach(), all parameters are FP32.
         if optimizer is self.optimizer and any(map(_needs_master, optimizer_parameters(self))):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was stepped itself, but its masters are in a MasterWeightOptimizer: "
@@ -116,7 +108,6 @@ class MasterWeightOptimizer(Optimizer):
     _check_step_of_wrapper.is_internal = True  # type: ignore[attr-defined]
 
     def _mark_split(self, parameters: list[nn.Parameter]) -> None:
-        """Set ``has_optimizer`` of split ``parameters``; a TypeError for a parameter that is not floating."""
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 raise TypeError(
@@ -131,20 +122,20 @@ class MasterWeightOptimizer(Optimizer):
     defaults: Any = _of_wrapped("defaults", "Defaults of the wrapped optimizer.")
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the wrapped optimizer. Its methods are called with FP32 masters."""
+        """Attributes of the wrapped optimizer; methods are called with FP32 masters."""
         optimizer = vars(self).get("optimizer")
         if optimizer is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(optimizer, name)
         if getattr(value, "__self__", None) is not optimizer:
             return value
-        # Split parameters are read and written in FP32 without a swap.
+        # Split parameters need no swap.
         needs_swap = any(_needs_master(p) and not isinstance(p, SplitParameter) for p in optimizer_parameters(self))
         return functools.partial(self._call_on_masters, value) if needs_swap else value
 
     @torch.no_grad()
     def _call_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method that may write parameters, as ``eval()`` of schedule-free optimizers does."""
+        """Call a method that may write parameters (``eval()`` of schedule-free optimizers)."""
         with self._masters_swapped_in(optimizer_parameters(self)):
             return method(*args, **kwargs)
 
@@ -156,7 +147,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def _stored_master(self, parameter: nn.Parameter) -> Tensor:
-        """Return the FP32 master of a 16-bit parameter, updated with writes to the parameter by other code."""
+        """Return the FP32 master of a 16-bit parameter that is not split."""
         if parameter not in self._masters:
             track_data_writes(parameter)
             self._masters[parameter] = parameter.float(), version_and_address(parameter)
@@ -168,20 +159,17 @@ class MasterWeightOptimizer(Optimizer):
         return master
 
     def refresh(self) -> None:
-        """Update the masters with undetectable writes to FP16/BF16 parameters, before the next step.
-
-        Needed only after a write through NumPy, DLPack, a storage or C++ code, which the next step would overwrite.
-        """
+        """Have the next step find undetectable writes to parameters (NumPy, DLPack, C++), which it would overwrite."""
         self._masters.update({parameter: (master, None) for parameter, (master, _) in self._masters.items()})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; FP16/BF16 parameters get masters as well."""
+        """As ``torch.optim.Optimizer.add_param_group``."""
         self.optimizer.add_param_group(param_group)
         self._mark_split(self.param_groups[-1]["params"])
 
     @on_stored_values
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad``."""
+        """As ``torch.optim.Optimizer.zero_grad``."""
         if set_to_none:
             for parameter in optimizer_parameters(self):
                 parameter.grad = None
@@ -190,7 +178,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @on_stored_values
     def release_gradients(self) -> None:
-        """Free the gradients of a lean layout that a step with ``found_inf`` has left."""
+        """Free gradients of a lean layout after a step with ``found_inf``."""
         for parameter in optimizer_parameters(self):
             if isinstance(parameter, SplitParameter):
                 parameter.grad = None
@@ -199,7 +187,7 @@ class MasterWeightOptimizer(Optimizer):
         """Clip the global 2-norm of the gradients to ``max_norm``; ``inf`` only measures.
 
         As ``torch.nn.utils.clip_grad_norm_`` (``error_if_nonfinite=False``), without FP32 copies of scaled gradients.
-        Returns the unscaled norm before clipping: FP32, of shape ().
+        Returns the unscaled norm before clipping, FP32 of shape ().
         """
         return clip_grad_norm_(optimizer_parameters(self), max_norm)
 
@@ -216,20 +204,17 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_on(self, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> None:
-        """Update only these parameters, without the hooks of a step.
-
-        If ``found_inf`` is not 0, the device skips the update. With ``found_inf``, no gradient is freed.
-        """
+        """Update these parameters without the hooks of a step; with ``found_inf``, as the attribute of :meth:`step`."""
         with as_stored():
             stepped = fused_step_split(self.optimizer, parameters, self._updates, found_inf)
-            others = [p for p in parameters if id(p) not in stepped and has_gradient(p)]
-        if others or not stepped:
-            with contextlib.nullcontext() if found_inf is None else with_found_inf(self.optimizer, found_inf):
-                for bucket in self._buckets(others if stepped else parameters):
-                    self._step_on(bucket, keeps_gradients=found_inf is not None)
+            left = [p for p in parameters if id(p) not in stepped and has_gradient(p)] if stepped else parameters
+        if stepped and not left:
+            return
+        with contextlib.nullcontext() if found_inf is None else with_found_inf(self.optimizer, found_inf):
+            for bucket in self._buckets(left):
+                self._step_on(bucket, keeps_gradients=found_inf is not None)
 
     def _step_on(self, parameters: list[nn.Parameter], *, keeps_gradients: bool) -> None:
-        """Step the wrapped optimizer on the masters of ``parameters``, and free the gradients of split ones."""
         with self._masters_swapped_in(parameters) as masters:
             for parameter, master in masters.items():
                 if master is not parameter:
@@ -242,7 +227,7 @@ class MasterWeightOptimizer(Optimizer):
             self._step_wrapped()
 
     def _step_wrapped(self) -> None:
-        """Call the wrapped optimizer's step without the hooks of a step, which :meth:`step` calls."""
+        """Call the wrapped optimizer's step without hooks."""
         optimizer: Any = self.optimizer
         if replaces_step(vars(optimizer).get("step")):
             optimizer.step()
@@ -250,20 +235,18 @@ class MasterWeightOptimizer(Optimizer):
         optimizer._opt_called = True  # read by LR schedulers
         step = type(optimizer).step
         if getattr(step, "hooked", False):
-            step = step.__wrapped__  # the step without hooks
+            step = step.__wrapped__
         step(optimizer)
 
     def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the tensor that the wrapped optimizer updates for ``parameter``."""
         if not _needs_master(parameter):
             return parameter
         value = parameter.fp32_value() if isinstance(parameter, SplitParameter) else self._stored_master(parameter)
-        # torch's fast paths require this exact type.
-        return nn.Parameter(value, requires_grad=parameter.requires_grad)
+        return nn.Parameter(value, requires_grad=parameter.requires_grad)  # the type that torch's fast paths require
 
     @contextlib.contextmanager
     def _masters_swapped_in(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-        """Context in which the wrapped optimizer has only the masters of ``parameters``; then store their values."""
+        """Context in which the wrapped optimizer has only the masters of ``parameters``, which are stored at exit."""
         masters = {parameter: self._master_of(parameter) for parameter in parameters}
         with self._in_place_of_parameters(masters):
             yield masters
@@ -275,7 +258,7 @@ class MasterWeightOptimizer(Optimizer):
                 self._masters[parameter] = master.detach(), version_and_address(parameter)
 
     def _buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Divide ``parameters`` into parts to step one at a time, to limit the memory of merged FP32 masters."""
+        """Divide ``parameters`` into parts to merge and step one at a time."""
         if not steps_by_parameter(self.optimizer):
             return [parameters]
         buckets: list[list[nn.Parameter]] = [[]]
@@ -292,7 +275,7 @@ class MasterWeightOptimizer(Optimizer):
     @contextlib.contextmanager
     def _in_place_of_parameters(self, masters: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
         """Context in which the wrapped optimizer has ``masters`` instead of their parameters, and no others."""
-        # Replaces other parameters: it has no gradient, so it is skipped, and indices stay.
+        # Replaces others, so that indices stay. Optimizers skip it, because it has no gradient.
         absent = nn.Parameter(torch.empty(0), requires_grad=False)
         before = [list(group["params"]) for group in self.param_groups]
         self._set_groups([[masters.get(parameter, absent) for parameter in group] for group in before], masters)
@@ -302,26 +285,24 @@ class MasterWeightOptimizer(Optimizer):
             self._set_groups(before, {master: parameter for parameter, master in masters.items()})
 
     def _set_groups(self, groups: list[list[nn.Parameter]], new_keys: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Set the parameters of the wrapped optimizer to ``groups``, and move state to the ``new_keys``."""
-        # In place: an optimizer may reference the list.
         for group, parameters in zip(self.param_groups, groups, strict=True):
-            group["params"][:] = parameters
-        attributes = [one for each in optimizers_in(self.optimizer) for one in (each.state, *vars(each).values())]
-        for state in [one for one in attributes if isinstance(one, dict)]:
-            for key in [key for key in state if isinstance(key, nn.Parameter)]:
-                new_key = new_keys.get(key)
-                if new_key is not None and new_key is not key:
-                    state[new_key] = state.pop(key)
+            group["params"][:] = parameters  # in place: an optimizer may reference the list
+        for optimizer in optimizers_in(self.optimizer):
+            for state in [one for one in (optimizer.state, *vars(optimizer).values()) if isinstance(one, dict)]:
+                for key in [key for key in state if isinstance(key, nn.Parameter)]:
+                    new_key = new_keys.get(key, key)
+                    if new_key is not key:
+                        state[new_key] = state.pop(key)
 
     def _device_of_state(self, parameter: nn.Parameter) -> torch.device:
-        """Return the device for the loaded state of ``parameter``."""
+        """Device for loaded state."""
         return parameter.device
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and under ``masters`` the FP32 masters that no model saves.
 
-        ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape. Models in a lean
-        layout save their masters themselves. Other optimizers can load the state, without masters.
+        ``masters`` maps the index of a parameter (as in ``state``) to an FP32 tensor of its shape. A lean model saves
+        its own masters. Other optimizers can load the state, without masters.
         """
         saved = {index: self.master(p) for index, p in enumerate(optimizer_parameters(self)) if p in self._masters}
         return {**self.optimizer.state_dict(), "masters": saved}
@@ -330,8 +311,8 @@ class MasterWeightOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, bit for bit.
 
-        The model's weights may be loaded before or after: the first step uses a loaded master if the parameter is its
-        rounding. In a lean layout, load the weights first. Without ``masters``, masters are made of the parameters.
+        The model's weights may be loaded before or after, in a lean layout before: a loaded master is used if the
+        parameter is its rounding. Without ``masters``, masters are made of the parameters.
 
         Raises:
             ValueError: for masters of another shape or dtype, and as ``torch.optim.Optimizer.load_state_dict``.
@@ -339,20 +320,15 @@ class MasterWeightOptimizer(Optimizer):
         parameters = optimizer_parameters(self)
         given: Mapping[int, Tensor] = state_dict.get("masters", {})
         _check_masters(given, parameters)
-        # torch casts loaded state to the dtype of its parameter.
-        fp32_parameters = {
-            p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=self._device_of_state(p)))
-            if _needs_master(p)
-            else p
-            for p in parameters
-        }
-        with self._in_place_of_parameters(fp32_parameters):
+        # torch casts loaded state to the dtype of the parameter.
+        in_fp32 = lambda p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=self._device_of_state(p)))  # noqa: E731
+        with self._in_place_of_parameters({p: in_fp32(p) if _needs_master(p) else p for p in parameters}):
             self.optimizer.load_state_dict({key: state_dict[key] for key in state_dict if key != "masters"})
         self._masters.clear()
         for index, tensor in given.items():
             parameter, master = parameters[index], tensor.detach().clone()
             if isinstance(parameter, SplitParameter):
-                master, own = (one.to(parameter.device) for one in (master, self.master(parameter)))
+                master, own = master.to(parameter.device), self.master(parameter).to(parameter.device)
                 parameter.write_fp32(_where_rounded(master, parameter.read_halves().working, own))
             elif _needs_master(parameter):
                 track_data_writes(parameter)
@@ -361,9 +337,9 @@ class MasterWeightOptimizer(Optimizer):
 
 @on_stored_values
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip gradients of any parameters as :meth:`MasterWeightOptimizer.clip_grad_norm_`."""
+    """As :meth:`MasterWeightOptimizer.clip_grad_norm_`, of any parameters."""
     norms: list[tuple[Tensor, Tensor | None]] = []  # scaled norms, unscale factors
-    by_factor: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
+    on_device: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}  # gradients by device and unscale factor
     for parameter in parameters:
         gradient, factor = gradient_and_factor(parameter)
         if gradient is None:
@@ -372,8 +348,8 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
         if is_on_host(values):  # in this order, so that an optimizer step in backward has the same sum
             norms.append((tensor_norm(values), factor))
         else:
-            by_factor.setdefault((values.device, factor), []).append(values)
-    norms += [(total_norm(values), factor) for (_, factor), values in by_factor.items()]
+            on_device.setdefault((values.device, factor), []).append(values)
+    norms += [(total_norm(values), factor) for (_, factor), values in on_device.items()]
     total = norm_of([norm if factor is None else norm * factor.squeeze() for norm, factor in norms])
     if math.isfinite(max_norm):
         multiply_gradients(parameters, clip_factor(total, max_norm))
@@ -381,7 +357,6 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
 
 
 def _check_wrappable(optimizer: Any) -> None:
-    """Raise a TypeError for anything but an optimizer, and for a wrapped one; a ValueError for LBFGS."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"MasterWeightOptimizer wraps an optimizer, not {optimizer!r}: give it "
@@ -393,7 +368,6 @@ def _check_wrappable(optimizer: Any) -> None:
 
 
 def _warn_of_hidden_parameters(optimizer: Optimizer) -> None:
-    """Warn if ``optimizer`` lists 16-bit parameters outside of ``param_groups``: no masters replace them there."""
     groups = [group["params"] for group in optimizer.param_groups]
     for name, value in vars(optimizer).items():
         is_other_list = isinstance(value, (list, tuple)) and all(value is not group for group in groups)
@@ -406,7 +380,6 @@ def _warn_of_hidden_parameters(optimizer: Optimizer) -> None:
 
 
 def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise a ValueError for masters of a checkpoint that do not fit these parameters."""
     if not isinstance(given, Mapping):
         raise ValueError(f"masters is a {type(given).__name__}, not a mapping by the numbers of parameters")
     for index, tensor in given.items():
@@ -420,10 +393,7 @@ def _check_masters(given: Any, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _where_rounded(master: Tensor, working: Tensor, otherwise: Tensor) -> Tensor:
-    """Return ``master`` where ``working`` is its rounding, and ``otherwise`` elsewhere, by element.
-
-    Ties may be rounded as torch does, or as split masters are.
-    """
+    """Return ``master`` where ``working`` is its rounding, by torch or by a split, and ``otherwise`` elsewhere."""
     is_rounding = (master.to(working.dtype) == working) | (split(master, working.dtype).working == working)
     return torch.where(is_rounding, master, otherwise)
 
@@ -433,7 +403,7 @@ def _needs_master(parameter: Tensor) -> bool:
 
 
 def steps_by_parameter(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` is of a package with optimizers that update each parameter separately."""
-    # A subclass that overrides step() may combine parameters. torch's Optimizer is always found.
+    """Whether ``optimizer`` updates each parameter separately."""
+    # A subclass that overrides step() may combine them. torch's Optimizer is always found.
     base: Any = next(kind for kind in type(optimizer).__mro__ if kind.__module__.startswith(_STEP_BY_PARAMETER))
     return inspect.unwrap(type(optimizer).step) is inspect.unwrap(base.step)

@@ -12,7 +12,7 @@ from hf_mp.kernels.nested import tensors_in
 
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """Return ``optimizer`` and nested ones, each once: Lookahead, SAM and schedule-free wrappers have one."""
+    """Return ``optimizer`` and nested ones (of Lookahead, SAM and schedule-free wrappers), each once."""
     found = [optimizer]
     for one in found:  # grows in the loop
         found += [inner for inner in vars(one).values() if isinstance(inner, Optimizer) and inner not in found]
@@ -21,10 +21,7 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 
 @torch.no_grad()
 def state_to_fp32(optimizer: Optimizer) -> None:
-    """Cast FP16/BF16 tensors in the attributes of ``optimizer`` and nested optimizers to FP32 in place.
-
-    Parameters and tensor subclasses with their own storage (8-bit state) are unchanged.
-    """
+    """Cast FP16/BF16 state of ``optimizer`` and nested optimizers to FP32 in place, except 8-bit state."""
     for tensor in tensors_in([list(vars(one).values()) for one in optimizers_in(optimizer)]):
         is_state = not (isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor))
         if is_state and tensor.dtype in LOWER_PRECISION_DTYPES:

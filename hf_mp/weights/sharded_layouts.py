@@ -22,11 +22,11 @@ from hf_mp.weights.working_copies import is_master
 
 
 class UncachedCopies:
-    """Rounds a parameter at each use; backward rounds it again instead of saving the rounded copy.
+    """Rounds a parameter at each use, and again in backward.
 
-    FSDP2 has the whole parameters of a module only while it runs, and refills their memory before backward without
-    raising version counters (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, "FSDP and autograd"): a stored
-    copy could be stale. Copies saved for backward would hold the whole model in 16 bits on every rank.
+    FSDP2 refills the memory of whole parameters before backward without raising version counters
+    (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, "FSDP and autograd"), so a stored copy could be stale.
+    Copies saved for backward would be the whole model in 16 bits on every rank.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -34,27 +34,26 @@ class UncachedCopies:
         self._by_storage: dict[int, nn.Parameter] = {}  # parameters by the storage of an existing copy
 
     def get(self, parameter: nn.Parameter) -> Tensor:
-        """Return ``parameter`` rounded to nearest, a new tensor that :meth:`recompute_copies` finds by its storage."""
+        """Return ``parameter`` rounded to nearest, as a new tensor."""
         copy = parameter.detach().to(self.dtype, copy=True)
         storage = copy.untyped_storage()
         self._by_storage[storage._cdata] = parameter
-        # Removed with the storage, before its address is reused. `copy` is freed earlier: the forward has an alias.
-        # torch has one Python object for each storage.
+        # With the storage, before its address is reused. `copy` is freed earlier: the forward has an alias.
         weakref.finalize(storage, self._by_storage.pop, storage._cdata)
         return copy
 
     def recompute_copies(self) -> AbstractContextManager[None]:
-        """Return a context in which autograd saves a parameter instead of its copy, unless other hooks are active."""
+        """Return a context in which autograd saves parameters instead of copies, unless other hooks are active."""
         if not torch.is_grad_enabled() or is_saving_elsewhere():
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor] | tuple[Tensor, int]:
-        """Return a function that rounds the parameter of a copy again, or any other tensor and its version."""
+        """Return a function that rounds a copy again, or any other tensor and its version."""
         is_strided = tensor.layout is torch.strided
         parameter = self._by_storage.get(tensor.untyped_storage()._cdata) if is_strided else None
         if parameter is None:
-            # Detached, because an op that saves its own output would keep it alive.
+            # An op that saves its own output would keep it alive.
             return tensor.detach(), tensor._version
         view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return lambda: parameter.detach().to(self.dtype).as_strided(*view)
@@ -96,7 +95,7 @@ class ShardedLayout(WeightLayout):
             restore_default_comm(model)
 
     def parameters_to_check(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-        # FSDP may leave whole parameters in the modules; gradients are in the shards, which optimizers have.
+        # FSDP may leave whole parameters in the modules; optimizers have the shards, with the gradients.
         stepped = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
         parameters = [*super().parameters_to_check(model, optimizers), *stepped]
         return list({id(parameter): parameter for parameter in parameters}.values())
@@ -115,16 +114,13 @@ class ShardedLayout(WeightLayout):
 
 
 class TensorParallelLayout(ShardedLayout):
-    """FP32 masters that are DTensors, with shards that matmuls read; rounded at each use.
-
-    No copy is stored between forwards: a write to the shard does not raise the DTensor's version counter.
-    """
+    """FP32 masters that are DTensors, rounded at each use: writes to shards do not raise their version counters."""
 
     def working_copies(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
         return {id(weight): weight.detach().to(self.policy.compute) for weight in weights if is_master(weight)}
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return ``optimizer``; a ValueError for ``fused`` or ``foreach`` in a group that is only partly DTensors."""
+        """Return ``optimizer``; a ValueError for ``fused`` or ``foreach`` in a group with and without DTensors."""
         for group in optimizer.param_groups:
             if (group.get("fused") or group.get("foreach")) and len(set(map(is_dtensor, group["params"]))) > 1:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""``SplitLayout``, the lean layout without sharding: trainable parameters are split, and saved in FP32."""
+"""``SplitLayout``, the lean layout without sharding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ORDINARY = (Tensor, nn.Parameter, DataTrackedParameter)
 
 
 class SplitLayout(WeightLayout):
-    """The model's parameters are the working copies; with their remainders, they are the FP32 masters.
+    """The trained parameters are split, and saved in FP32.
 
     Gradients stay in FP16/BF16, scaled, until the update reads them. Frozen FP32 parameters have working copies.
     """
@@ -45,7 +45,7 @@ class SplitLayout(WeightLayout):
     keeps_scaled_gradients = True
 
     def prepare_weights(self, model: nn.Module) -> None:
-        if split_trainable_parameters(model, self.policy.params, self.split):
+        if split_trainable_parameters(model, self.split):
             self.copies.clear()  # copies of parameters that were frozen before
             check_all_steps()
 
@@ -56,7 +56,7 @@ class SplitLayout(WeightLayout):
     def register_communication(
         self, model: nn.Module, parallelism: Parallelism, scale_source: ScaleSource, in_fp32: Sequence[nn.Module]
     ) -> None:
-        """As the base class; a ValueError under FSDP2, which needs another layout, chosen before the first forward."""
+        """As the base class; a ValueError under FSDP2, which needs another layout."""
         if parallelism.fsdp:
             raise ValueError(
                 f"precision={str(self.policy)!r} must know before the first forward that FSDP shards this "
@@ -70,11 +70,8 @@ class SplitLayout(WeightLayout):
     ) -> None:
         """Move the gradients of split ``weights`` from ``uses`` to the parameters; autograd accumulates the others.
 
-        The keys of both are indices of an unscale node's inputs. ``uses`` has one gradient for each alias of a weight:
-        that of its slot, and that of its working copy.
+        ``uses`` has one gradient for each alias of a weight (in its slot, and of its working copy).
         """
-        # DDP's hook reduces its buckets, and copies a gradient into its bucket when autograd reports that it is ready.
-        is_ddp = bool(self._comm_hook_by_ddp)
         # DDP takes a parameter without .grad as unused, and these gradients are stored outside of .grad.
         hooks_finding_unused = [hook for hook in self._comm_hook_by_ddp.values() if hook.finds_unused]
         for hook in hooks_finding_unused:  # before a gradient of this backward is stored
@@ -82,21 +79,18 @@ class SplitLayout(WeightLayout):
         split = {index: weight for index, weight in weights.items() if isinstance(weight, SplitParameter)}
         has_foreach = split and supports_foreach(next(iter(split.values())))
         of_node = [weakref.ref(weight) for weight in split.values()] if has_foreach else []
+        is_ddp = bool(self._comm_hook_by_ddp)
         for index, weight in split.items():
             weight._same_node_parameters = of_node
-            not_stored = [
-                gradient
-                for gradient in uses.pop(index)
-                if not weight.store_scaled_gradient(gradient, inverse, separate=is_ddp)
-            ]
-            if not_stored:
-                uses[index] = not_stored
+            gradients = uses.pop(index)
+            for_autograd = [one for one in gradients if not weight.store_scaled_gradient(one, inverse, separate=is_ddp)]
+            if for_autograd:
+                uses[index] = for_autograd
             if hooks_finding_unused:
                 weight.mark_used()
 
     @on_stored_values
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        # DDP has left scaled gradients in `.grad`.
         parameters = list(parameters)
         for hook in self._comm_hook_by_ddp.values():
             hook.collect_reduced_gradients(parameters)
@@ -122,35 +116,22 @@ class SplitLayout(WeightLayout):
             restore_parameters(model)
 
 
-def split_trainable_parameters(
-    model: nn.Module, dtype: torch.dtype, split: Callable[[Sequence[nn.Parameter]], None] | None = None
-) -> bool:
-    """Split the trainable parameters that are not split yet, and return whether there were any.
+def split_trainable_parameters(model: nn.Module, split: Callable[[Sequence[nn.Parameter]], None]) -> bool:
+    """Pass the trainable parameters that are not split yet to ``split``, and return whether there were any.
 
     Normalizations with running statistics become FP32, because torch does not accept 16-bit weights with FP32
     statistics. The model and its parts then save FP32 weights.
-
-    Args:
-        model: the model.
-        dtype: of the working copies, FP16/BF16.
-        split: splits parameters in place; default :func:`make_split` of each.
     """
     was_split = put_masters_into_state_dict in model._state_dict_hooks.values()
     trained = [p for p in model_parameters(model) if p.requires_grad]
     # torch.func.functional_call replaces parameters by tensors.
-    unsplit_ones = [p for p in trained if isinstance(p, nn.Parameter) and not isinstance(p, SplitParameter)]
-    if was_split and not unsplit_ones:
-        return False
-    with_statistics = trained_with_statistics(model)
-    new = [p for p in unsplit_ones if p.is_floating_point() and p not in with_statistics]
+    new = [p for p in trained if isinstance(p, nn.Parameter) and not isinstance(p, SplitParameter)]
+    with_statistics = trained_with_statistics(model) if new or not was_split else {}
+    new = [p for p in new if p.is_floating_point() and p not in with_statistics]
     if was_split and not new:
         return False
     check_splittable(new)  # before anything is changed
-    if split is not None:
-        split(new)
-    else:
-        for parameter in new:
-            make_split(parameter, dtype)
+    split(new)
     for parameter in with_statistics:
         parameter.data = parameter.data.float()
     widen_buffers(model)
@@ -162,7 +143,7 @@ def split_trainable_parameters(
 def _save_in_fp32(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.jit.RecursiveScriptModule):
-            continue  # frozen; supports no hook
+            continue  # frozen, and supports no hook
         if put_masters_into_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(put_masters_into_state_dict)
         if hasattr(type(module), "save_pretrained"):  # a part may be saved separately
@@ -170,7 +151,7 @@ def _save_in_fp32(model: nn.Module) -> None:
 
 
 def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
-    """Return the trained weights of normalizations with running statistics, in the order of the model."""
+    """Return the trained weights of normalizations with running statistics."""
     return {
         parameter: None
         for module in modules_of(model)
@@ -181,7 +162,7 @@ def trained_with_statistics(model: nn.Module) -> dict[nn.Parameter, None]:
 
 
 def restore_parameters(model: nn.Module) -> None:
-    """Make the split parameters of ``model`` ordinary FP32 parameters, and remove the hooks and methods for saving."""
+    """Make the split parameters of ``model`` ordinary ones, saved as usual."""
     for parameter in model.parameters():
         if isinstance(parameter, SplitParameter):
             unsplit(parameter)
@@ -194,10 +175,9 @@ def restore_parameters(model: nn.Module) -> None:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``model.save_pretrained``: weights are saved in FP32, so Transformers' config must name FP32.
+    """Replacement of ``model.save_pretrained``: the config names FP32, as the weights are saved.
 
-    Raises:
-        ValueError: with ``push_to_hub=True``, which would upload the configuration before it is corrected.
+    Raises a ValueError for ``push_to_hub=True``, which would upload the config before it is corrected.
     """
     if kwargs.get("push_to_hub"):
         raise ValueError(
@@ -206,9 +186,8 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
         )
     result = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     config: Any = getattr(model, "config", None)
-    # A config of diffusers or of a PyTorchModelHubMixin is a dictionary without a dtype.
+    # A config of diffusers or of a PyTorchModelHubMixin is a dictionary without a dtype; an adapter has no config.json.
     names_dtype = hasattr(config, "save_pretrained")
-    # An adapter is saved without config.json.
     if names_dtype and kwargs.get("is_main_process", True) and Path(save_directory, "config.json").is_file():
         config.dtype = torch.float32
         config.save_pretrained(save_directory)
@@ -217,15 +196,13 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
 @functools.cache
 def check_all_steps() -> None:
-    """Register a hook that raises if an optimizer without master weights steps a lean model.
-
-    The hook is never removed: torch iterates over these hooks, and a removal by the garbage collector would fail.
-    """
+    """Register a hook that raises if an optimizer without master weights steps a lean model."""
+    # It stays: torch iterates over these hooks, and a removal by the garbage collector would fail.
     register_optimizer_step_pre_hook(_check_masters_of)
 
 
 def _check_masters_of(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Optimizer pre-step hook: raise a RuntimeError for split parameters without a :class:`MasterWeightOptimizer`."""
+    """Pre-step hook: raise a RuntimeError for split parameters without a :class:`MasterWeightOptimizer`."""
     if getattr(optimizer, "keeps_masters", False):
         return
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""``SplitParameter``: an FP16/BF16 parameter that, with a 16-bit remainder, is an FP32 master weight."""
+"""``SplitParameter``, and functions for FP32 masters and gradients of parameters."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ _GRAD: Any = Tensor.grad  # the property itself, which the class below overrides
 class SplitParameter(StoredIn16Bits, nn.Parameter):
     """FP16/BF16 parameter that, with a 16-bit remainder, is an FP32 master weight (:func:`master_value`).
 
-    - **Writes by other code set the master.** A written element is its own master from then on. In-place methods and
-      ``.data`` are tracked by element; any other write raises the version counter, and sets the whole parameter. FP32
-      values copied into the parameter (``load_state_dict``) keep all bits.
+    - **Writes by other code set the master.** In-place methods and ``.data`` set the written elements; any other write,
+      detected by the version counter, all elements. Copied FP32 values (``load_state_dict``) keep all bits.
     - **``.grad`` is FP32 and unscaled.** Backward stores a scaled 16-bit gradient separately. The first read of
-      ``.grad`` replaces it, because the reader may write to it. Optimizers call :func:`gradient_and_factor`, which
-      makes no FP32 copy. The gradient of the next micro-batch is added in FP32.
+      ``.grad`` replaces it, because the reader may write to it; :func:`gradient_and_factor` does not.
     - **Reads outside a forward return FP32** (:mod:`hf_mp.weights.fp32_reads`).
     - Deep copies and pickles are ordinary FP32 parameters.
     """
@@ -47,8 +45,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     has_optimizer: bool = False  # whether a MasterWeightOptimizer updates the master
     # FP16/BF16 gradient and its unscale factor, FP32 of shape (1,) or None for 1. After a read, FP32 and None.
     _scaled_gradient: tuple[Tensor, Tensor | None] | None = None
-    # On a GPU: all parameters of its unscale node.
-    _same_node_parameters: Sequence[weakref.ref[SplitParameter]] = ()
+    _same_node_parameters: Sequence[weakref.ref[SplitParameter]] = ()  # of its unscale node, on a GPU
     _version_seen: int  # version of the value that the remainder completes
     _snapshot: Tensor | None = None  # that value, while user code may write through an alias
     _cached_master: tuple[weakref.ref[Tensor], int] | None = None  # last result of master_value(), and its version
@@ -60,7 +57,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     @property
     @on_stored_values
     def data(self) -> Tensor:
-        """Return a view of the FP32 value; in a forward, the stored 16 bits. Takes a snapshot."""
+        """View of the FP32 value; in a forward, the stored 16 bits."""
         self.take_snapshot()
         working = DATA.__get__(self)
         return working if autocasts.active else view_of(working, self.remainder_bits, self)
@@ -68,8 +65,15 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
     @data.setter
     @on_stored_values
     def data(self, value: Tensor) -> None:
-        self.reset_written_remainders()  # user code may set a view of the present values again later
-        if value.dtype is not self.dtype:
+        self.reset_written_remainders()
+        if isinstance(value, StoredIn16Bits) and value.dtype is self.dtype:
+            working, self.remainder_bits = value.read_halves()
+            DATA.__set__(self, working.as_subclass(Tensor))
+            _mark_current(self)
+            _renew_snapshot(self)  # user code may write through the view
+        elif value.dtype is self.dtype:
+            self._set_16_bit_data(value)
+        else:
             # Switch Transformers call module.float() on their routers in a forward, where it casts the working copy.
             is_cast_of_copy = autocasts.active and torch.equal(value, DATA.__get__(self).to(value.dtype))
             if is_cast_of_copy:
@@ -81,16 +85,9 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
                     "FP32 values. Read those from model.state_dict(), or call hf_mp.detach(model) first"
                 )
             self._set_fp32_data(value.float())
-        elif isinstance(value, StoredIn16Bits):
-            working, self.remainder_bits = value.read_halves()
-            DATA.__set__(self, working.as_subclass(Tensor))
-            _mark_current(self)
-            _renew_snapshot(self)
-        else:
-            self._set_16_bit_data(value)
 
     def _set_fp32_data(self, value: Tensor) -> None:
-        """Replace both halves by those of ``value``, FP32 of any shape; the working copy gets its strides."""
+        """Replace both halves; ``value`` is FP32 of any shape."""
         halves = split(value, self.dtype)
         DATA.__set__(self, torch.empty_like(value, dtype=self.dtype).copy_(halves.working))
         self.remainder_bits = halves.remainder
@@ -101,28 +98,29 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         self.take_snapshot()
         assert self._snapshot is not None
         DATA.__set__(self, value)
-        if value.shape == self._snapshot.shape:  # written, or moved to a device
+        if value.shape != self._snapshot.shape:
+            self._snapshot = value.clone()
+            self.remainder_bits = torch.zeros_like(value, dtype=REMAINDER_DTYPE)
+        else:
             self._snapshot = self._snapshot.to(value.device)
             self.remainder_bits = self.remainder_bits.to(value.device, copy=True)
-        else:
-            self._snapshot, self.remainder_bits = value.clone(), torch.zeros_like(value, dtype=REMAINDER_DTYPE)
 
     @property
     def grad(self) -> Tensor | None:
         """Return the unscaled FP32 gradient, and store it instead of the 16-bit one."""
         with as_stored():
-            accumulated = _GRAD.__get__(self)
-            if accumulated is not None and accumulated.dtype in LOWER_PRECISION_DTYPES:
-                accumulated = accumulated.to(torch.float32)
-                _GRAD.__set__(self, accumulated)
+            by_autograd = _GRAD.__get__(self)  # unscaled
+            if by_autograd is not None and by_autograd.dtype in LOWER_PRECISION_DTYPES:
+                by_autograd = by_autograd.to(torch.float32)
+                _GRAD.__set__(self, by_autograd)
             if self._scaled_gradient is None:
-                return accumulated
+                return by_autograd
             gradient, factor = self._scaled_gradient
             if gradient.dtype is not torch.float32:
                 is_alone = gradient.is_sparse or not self._same_node_parameters
                 gradient = unscaled(gradient, factor, like=self) if is_alone else _unscale_with_group(self)
-            if accumulated is not None:
-                gradient = accumulated.detach() + gradient
+            if by_autograd is not None:
+                gradient = by_autograd.detach() + gradient
                 _GRAD.__set__(self, None)
             self._scaled_gradient = gradient, None
         return gradient
@@ -139,18 +137,16 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
 
     @property
     def keeps_gradient(self) -> bool:
-        """Whether a gradient is stored separately from autograd's ``.grad``."""
         return self._scaled_gradient is not None
 
     @property
     def gradient_dtypes(self) -> set[torch.dtype]:
-        """The dtypes in which the gradient is stored; empty if there is none."""
         stored = [_GRAD.__get__(self), None if self._scaled_gradient is None else self._scaled_gradient[0]]
         return {gradient.dtype for gradient in stored if gradient is not None}
 
     @property
     def has_hooks(self) -> bool:
-        """Whether hooks receive the gradients; if so, backward accumulates unscaled FP32 gradients."""
+        """Whether autograd has to accumulate gradients, unscaled in FP32, for hooks."""
         return bool(self._backward_hooks or self._post_accumulate_grad_hooks)
 
     def store_scaled_gradient(self, gradient: Tensor, factor: Tensor | None = None, *, separate: bool = False) -> bool:
@@ -159,10 +155,9 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         Args:
             gradient: of the parameter's shape.
             factor: unscales ``gradient``; FP32 of shape (1,), or None for 1.
-            separate: whether to store the sum of two gradients outside of ``.grad``, because DDP checks its dtype.
+            separate: whether to store a sum outside of ``.grad``, as DDP checks its dtype.
 
-        Returns:
-            False if autograd has to accumulate instead.
+        Returns False if autograd has to accumulate instead.
         """
         if self.has_hooks or gradient.dtype not in LOWER_PRECISION_DTYPES:
             return False
@@ -170,29 +165,26 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
             self._scaled_gradient = gradient, factor
             return True
         total = _add_unscaled(self.grad, gradient, factor, like=self)  # type: ignore[arg-type]
+        self.grad = None if separate else total  # removes the scaled gradient
         if separate:
-            self.grad = None
             self._scaled_gradient = total, None
-        else:
-            self.grad = total  # also removes the scaled gradient
         return True
 
     def _is_scaled_by(self, factor: Tensor | None) -> bool:
         """Whether its only gradient is dense, in 16 bits, and unscaled by ``factor``."""
-        if self._scaled_gradient is None or self._scaled_gradient[1] is not factor or _GRAD.__get__(self) is not None:
+        if self._scaled_gradient is None or _GRAD.__get__(self) is not None:
             return False
-        return self._scaled_gradient[0].dtype in LOWER_PRECISION_DTYPES and not self._scaled_gradient[0].is_sparse
+        gradient, own_factor = self._scaled_gradient
+        return own_factor is factor and gradient.dtype in LOWER_PRECISION_DTYPES and not gradient.is_sparse
 
     @on_stored_values
     def copy_gradient_to_bucket(self, bucket: Tensor, factor: Tensor | None, inverse: Tensor | None) -> None:
-        """Write the gradient times ``factor`` (None for 1) to ``bucket``, FP16/BF16, and free the gradient.
-
-        A gradient with the unscale factor ``inverse`` is multiplied by ``factor`` already.
-        """
+        """Write the gradient, scaled by ``factor`` (None for 1) with ``inverse``, to ``bucket``, and free it."""
         gradient, own_inverse = self._scaled_gradient or (self.grad, None)
         if gradient is None:
             return
-        if own_inverse is not inverse or gradient.dtype is not bucket.dtype:
+        is_scaled = own_inverse is inverse and gradient.dtype is bucket.dtype
+        if not is_scaled:
             gradient = unscaled(gradient, own_inverse, like=self)
             gradient = gradient if factor is None else gradient.mul_(factor.squeeze())
         bucket.copy_(gradient)
@@ -200,32 +192,31 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
 
     @on_stored_values
     def take_reduced_gradient(self, inverse: Tensor | None) -> None:
-        """Store the FP16/BF16 ``.grad`` that DDP left, if any, as a gradient that ``inverse`` unscales."""
-        gradient = _GRAD.__get__(self)
-        if self._scaled_gradient is not None:
+        """Move the FP16/BF16 average that DDP wrote to ``.grad`` out of it; ``inverse`` unscales it."""
+        average = _GRAD.__get__(self)
+        if self._scaled_gradient is not None:  # DDP did not reduce, as in no_sync()
             _GRAD.__set__(self, None)  # the zeros of mark_used()
-        elif gradient is not None and gradient.dtype in LOWER_PRECISION_DTYPES:
+        elif average is not None and average.dtype in LOWER_PRECISION_DTYPES:
             self.grad = None
-            self._scaled_gradient = gradient, inverse
+            self._scaled_gradient = average, inverse
 
     @on_stored_values
     def mark_used(self) -> None:
-        """Set ``.grad`` to zeros if it is None: DDP treats a parameter without ``.grad`` as unused."""
+        """Set ``.grad`` to zeros if it is None, which DDP takes for unused."""
         if _GRAD.__get__(self) is None:
             _GRAD.__set__(self, torch.zeros_like(DATA.__get__(self)))
 
     def note_written(self, *others: SplitParameter) -> None:
-        """Record that both halves of this parameter and of ``others`` were written."""
-        # Kernels do not raise the version counters, which autograd checks.
+        """Record that a kernel, which raises no version counter, wrote both halves of this parameter and ``others``."""
         torch.autograd.graph.increment_version((self, *others))
         _mark_current(self, *others)
 
     def whole_master(self) -> Tensor:
-        """Return the FP32 master weight as a new tensor, for :func:`master_value`."""
+        """Return the FP32 master weight as a new tensor."""
         return self.fp32_value()
 
     def reset_written_remainders(self) -> None:
-        """Set the remainders of elements that other code has written since the last call to 0."""
+        """Set the remainders of elements that other code has written to 0: without a snapshot, all."""
         version = version_of(self)
         if self._snapshot is not None:
             _reset_where_changed(self.remainder_bits, DATA.__get__(self), self._snapshot)
@@ -236,7 +227,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         self._version_seen = version
 
     def take_snapshot(self) -> None:
-        """Copy the 16-bit values before a write, for :meth:`reset_written_remainders` to find the written elements."""
+        """Copy the 16-bit values before a write, for :meth:`reset_written_remainders` to compare."""
         if self._snapshot is None:
             self.reset_written_remainders()
             self._snapshot = DATA.__get__(self).clone()
@@ -260,7 +251,7 @@ SPLIT_CLASSES: dict[type[Tensor], type[SplitParameter]] = {nn.Parameter: SplitPa
 
 
 def _with_snapshot(name: str) -> Callable[..., Any]:
-    """Return the in-place method ``name`` of ``Tensor``, preceded by a snapshot."""
+    """Return the in-place method ``name`` of ``Tensor`` that first takes a snapshot."""
     original = getattr(Tensor, name)
 
     @functools.wraps(original)
@@ -271,7 +262,7 @@ def _with_snapshot(name: str) -> Callable[..., Any]:
     return write
 
 
-# In-place methods take the snapshot, because __torch_function__ of parameters is disabled in a forward.
+# By method, because __torch_function__ of parameters is disabled in a forward.
 _NOT_WRITERS = {
     "requires_grad_", "share_memory_", "retain_grad_", "rename_", "__index__", "__int__", "__invert__", "__iter__"
 }  # fmt: skip
@@ -280,14 +271,10 @@ for _name in filter(writes_in_place, set(dir(Tensor)) - {*_NOT_WRITERS, *vars(ob
 
 
 def make_split(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Turn ``parameter`` into a :class:`SplitParameter` of ``dtype``, FP16/BF16, in place.
-
-    Its FP32 value becomes the master. ``parameter`` is a leaf that passes :func:`check_splittable`.
-    """
+    """Split ``parameter``, checked by :func:`check_splittable`, in place; ``dtype`` is FP16 or BF16."""
     untrack_data_writes(parameter)
     halves = split(parameter.detach().float(), dtype)
     parameter.data = halves.working
-    # torch.optim takes its multi-tensor path for listed types only.
     allow_foreach_optimizers(SplitParameter)
     parameter.__class__ = SPLIT_CLASSES[type(parameter)]
     assert isinstance(parameter, SplitParameter)
@@ -312,7 +299,7 @@ def check_splittable(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def unsplit(parameter: SplitParameter) -> None:
-    """Make ``parameter`` an ordinary FP32 parameter again, in place, with its master value and unscaled gradient."""
+    """Make ``parameter`` an ordinary FP32 parameter again, in place."""
     value, gradient = master_value(parameter), parameter.grad
     for name in SplitParameter.__annotations__:
         parameter.__dict__.pop(name, None)
@@ -324,7 +311,7 @@ def unsplit(parameter: SplitParameter) -> None:
 
 
 def master_value(parameter: SplitParameter) -> Tensor:
-    """Return the FP32 master weight: a new tensor, or the last result if it is alive and unchanged."""
+    """Return the FP32 master weight: the last result if it is alive and unchanged, or a new tensor."""
     parameter.reset_written_remainders()
     if parameter._cached_master is not None:  # tied weights stay one tensor in a state dict
         reference, version = parameter._cached_master
@@ -332,29 +319,22 @@ def master_value(parameter: SplitParameter) -> Tensor:
         if cached is not None and version_of(cached) == version:
             return cached
     master = parameter.whole_master()
-    # A weak reference, so that no FP32 copy of the model outlives its state dict.
+    # Weak, so that no FP32 copy of the model outlives its state dict.
     parameter._cached_master = weakref.ref(master), version_of(master)
     return master
 
 
 @torch.no_grad()
 def master_sample(parameter: nn.Parameter, select: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the elements of the FP32 master weight of any parameter that ``select`` picks by position."""
+    """Return the elements that ``select`` picks of the FP32 master weight of any parameter."""
     if not isinstance(parameter, SplitParameter):
         return select(parameter.detach()).to(torch.float32)
     working, remainder = map(select, parameter.read_halves())
     return merge(working, remainder.to(working.device))
 
 
-def updated_remainders(parameters: Iterable[SplitParameter]) -> list[Tensor]:
-    """Return the remainder of each of ``parameters``, with writes by other code applied."""
-    for parameter in parameters:
-        parameter.reset_written_remainders()
-    return [parameter.remainder_bits for parameter in parameters]
-
-
 def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
-    """Return the stored gradient, and the FP32 factor of shape (1,) that unscales it, or None for 1."""
+    """Return the stored gradient, and its unscale factor, FP32 of shape (1,), or None for 1."""
     if (
         isinstance(parameter, SplitParameter)
         and parameter._scaled_gradient is not None
@@ -365,14 +345,14 @@ def gradient_and_factor(parameter: nn.Parameter) -> tuple[Tensor | None, Tensor 
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether ``parameter`` has a gradient. Unlike a read of ``.grad``, it makes no FP32 copy."""
+    """Whether ``parameter`` has a gradient, without a read of ``.grad``."""
     return _GRAD.__get__(parameter) is not None or getattr(parameter, "keeps_gradient", False)
 
 
 def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
-    """Return ``gradient`` times ``factor`` (None for 1) as a new FP32 tensor with the strides of ``like``.
+    """Return ``gradient`` times ``factor`` (None for 1) as a new FP32 tensor.
 
-    torch's fused optimizers read gradients in the memory order of the parameter, ``like``, whatever their strides.
+    torch's fused optimizers read it in the memory order of the parameter, so it has the strides of ``like``.
     """
     gradient = gradient.detach()
     if gradient.is_sparse:
@@ -384,16 +364,12 @@ def unscaled(gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor
 
 @torch.no_grad()
 def _unscale_with_group(parameter: SplitParameter) -> Tensor:
-    """Unscale the gradients of ``parameter`` and of others of its unscale node in two launches; return the first."""
+    """Unscale all gradients of the unscale node of ``parameter`` in two launches, and return its own."""
     _, factor = parameter._scaled_gradient  # type: ignore[misc]
-    of_node = [reference() for reference in parameter._same_node_parameters]
-    others = [one for one in of_node if one is not None and one is not parameter]
+    others = [one for ref in parameter._same_node_parameters if (one := ref()) is not None and one is not parameter]
     group: list[Any] = [parameter, *[one for one in others if one._is_scaled_by(factor)]]
     stored = [one._scaled_gradient[0] for one in group]
-    results = [
-        gradient.new_empty_strided(one.shape, one.stride(), dtype=torch.float32)
-        for one, gradient in zip(group, stored, strict=True)
-    ]
+    results = [one.new_empty_strided(one.shape, one.stride(), dtype=torch.float32) for one in group]
     torch._foreach_copy_(results, stored)
     if factor is not None:
         torch._foreach_mul_(results, factor.squeeze())
@@ -403,7 +379,7 @@ def _unscale_with_group(parameter: SplitParameter) -> Tensor:
 
 
 def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None, *, like: Tensor) -> Tensor:
-    """Return ``total``, FP32, plus ``gradient`` times ``factor``; added in place unless ``total`` is sparse."""
+    """Return ``total``, FP32, plus ``gradient`` times ``factor``; in place if ``total`` is dense."""
     if total.is_sparse or gradient.is_sparse:
         added = unscaled(gradient, factor, like=like)
         return added + total if total.is_sparse else total.add_(added)
@@ -416,31 +392,30 @@ def _add_unscaled(total: Tensor, gradient: Tensor, factor: Tensor | None, *, lik
 @torch.no_grad()
 @on_stored_values
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the gradients of ``parameters`` by ``factor``, FP32 with one element.
+    """Multiply gradients, or the unscale factors of split parameters, by ``factor``, FP32 with one element.
 
-    For a 16-bit gradient of a split parameter, its unscale factor is multiplied. Any other 16-bit gradient is replaced
-    by an FP32 one.
+    Any other 16-bit gradient becomes FP32.
     """
-    factors: dict[Tensor | torch.device, Tensor] = {}  # by old factor, or by device
+    products: dict[tuple[torch.device, Tensor | None], Tensor] = {}  # by device and unscale factor
     for parameter in parameters:
         gradient, inverse = gradient_and_factor(parameter)
         if gradient is None:
             continue
-        key = gradient.device if inverse is None else inverse
-        if key not in factors:
+        product = products.get((gradient.device, inverse))
+        if product is None:
             on_device = factor.to(gradient.device).reshape(1)
-            factors[key] = on_device if inverse is None else inverse * on_device
+            product = products[gradient.device, inverse] = on_device if inverse is None else inverse * on_device
         if gradient.dtype not in LOWER_PRECISION_DTYPES:
-            gradient.mul_(factors[key].squeeze())
+            gradient.mul_(product.squeeze())
         elif isinstance(parameter, SplitParameter):
-            parameter._scaled_gradient = gradient, factors[key]
+            parameter._scaled_gradient = gradient, product
         else:
             parameter.grad_dtype = None
-            parameter.grad = unscaled(gradient, factors[key], like=parameter)
+            parameter.grad = unscaled(gradient, product, like=parameter)
 
 
 def copy_scale_factors(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace the factors of gradients that are still scaled by copies, before the loss scale changes them in place."""
+    """Copy the factors of scaled gradients, which the loss scale changes in place."""
     copy_of = functools.cache(torch.clone)
     for parameter in parameters:
         if isinstance(parameter, SplitParameter) and parameter._scaled_gradient is not None:
@@ -451,7 +426,7 @@ def copy_scale_factors(parameters: Iterable[nn.Parameter]) -> None:
 def put_masters_into_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """State-dict hook: replace the split parameters of ``module`` by their FP32 master weights."""
+    """State-dict hook: save FP32 masters for split parameters."""
     for name, parameter in module._parameters.items():
         key = prefix + name
         if isinstance(parameter, SplitParameter) and key in state_dict and state_dict[key] is not parameter:
@@ -461,19 +436,18 @@ def put_masters_into_state_dict(
 @torch.no_grad()
 @on_stored_values
 def broadcast_remainders(parameters: Iterable[SplitParameter], group: Any, source: int) -> None:
-    """Broadcast the remainders of rank ``source`` of ``group``. The working copies are equal on all ranks already."""
+    """Broadcast the remainders of rank ``source`` of ``group``."""
     rank = torch.distributed.get_global_rank(group, source)
     for parameter in parameters:
-        working = DATA.__get__(parameter)
-        # As bytes: gloo and NCCL do not support int16. On the device: NCCL sends no host memory.
-        sent = parameter.remainder_bits.contiguous().to(working.device)
+        # gloo and NCCL do not support int16, and NCCL no host memory.
+        sent = parameter.remainder_bits.contiguous().to(parameter.device)
         torch.distributed.broadcast(sent.reshape(-1).view(torch.uint8), rank, group=group)
         parameter.remainder_bits.copy_(sent)
         _mark_current(parameter)
 
 
 def _mark_current(*parameters: SplitParameter) -> None:
-    """Record that the remainders of ``parameters`` belong to their present values."""
+    """Record that remainders complete the present values of ``parameters``."""
     for parameter in parameters:
         parameter._version_seen = version_of(parameter)
         parameter._cached_master = None
@@ -483,7 +457,7 @@ def _mark_current(*parameters: SplitParameter) -> None:
 
 def _renew_snapshot(parameter: SplitParameter) -> None:
     working = DATA.__get__(parameter)
-    # Another alias may be written without raising the version. `working` is an alias too.
+    # Another alias, besides `working`, may be written without raising the version.
     parameter._snapshot = working.clone() if is_shared(working, owners=2) else None
 
 
@@ -491,7 +465,7 @@ _CASTS = {getattr(nn.Module, name).__code__ for name in ("float", "double", "hal
 
 
 def _is_cast_of_module(frame: types.FrameType | None) -> bool:
-    """Whether ``frame`` is a call of ``nn.Module._apply`` that casts the module to a dtype."""
+    """Whether ``frame`` is a call of ``nn.Module._apply`` that casts a module."""
     while frame is not None and frame.f_code is nn.Module._apply.__code__:
         frame = frame.f_back
     if frame is None:

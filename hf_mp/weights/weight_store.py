@@ -28,25 +28,28 @@ from hf_mp.weights.slots import AliasSet, WeightSlots
 from hf_mp.weights.split_layout import SplitLayout
 from hf_mp.weights.weight_uses import WeightUses
 
-_MAX_ALIAS_SETS = 4  # stored for each forward key; more forwards in one backward make new aliases
+_MAX_ALIAS_SETS = 4  # for each forward key; more forwards in one backward make new aliases
 
 
 class AliasCache:
     """Alias sets that are reused from forward to forward. Attached forwards own the cache.
 
     An alias shares memory and version counter with its weight or working copy, and its unscale node saves no tensors.
-    Two forwards in one backward use different sets, because autograd would sum their gradients in 16 bits before the
-    unscale node.
+    For two forwards in one set, autograd would sum gradients in 16 bits.
     """
 
     def __init__(self) -> None:
         self.index: Any = None  # ModelIndex of the model when the sets were made
         self.has_masters = False  # whether the trained weights of `index` have FP32 masters
-        self.by_key: dict[Hashable, list[AliasSet]] = {}
+        self.by_key: dict[Hashable, list[AliasSet]] = {}  # by forward key
+
+    def reset(self, index: ModelIndex | None, *, has_masters: bool = False) -> None:
+        self.by_key.clear()
+        self.index, self.has_masters = index, has_masters
 
 
 class Entry(Protocol):
-    """Attached forward of the model or of a part of it."""
+    """Attached forward of the model or of a part."""
 
     alias_cache: AliasCache
 
@@ -54,8 +57,7 @@ class Entry(Protocol):
 class WeightStore:
     """Master weights, working copies and aliases of one attached model.
 
-    ``layout`` stores masters and copies, ``uses`` finds the weights of lower-precision ops. :meth:`prepare_forward`
-    returns the weights of a forward; :meth:`restore` leaves ordinary parameters.
+    ``layout`` stores masters and copies, ``uses`` finds the weights of lower-precision ops.
     """
 
     def __init__(self, layout: WeightLayout, scale_provider: Any) -> None:
@@ -67,7 +69,7 @@ class WeightStore:
         self.threads: list[int] = []  # thread of each running forward
 
     def check_single_thread(self) -> None:
-        """Raise a RuntimeError if another thread runs a forward of the model: parameter slots are not per thread."""
+        """Raise a RuntimeError if another thread runs a forward: slots are not per thread."""
         if set(self.threads) - {threading.get_ident()}:
             raise RuntimeError(
                 "a forward with gradients began while another thread ran one of the same attached model, and a module "
@@ -80,13 +82,13 @@ class WeightStore:
         is_lower_precision: Callable[[Callable[..., Any] | None], bool],
         modules_with_rules: Iterable[nn.Module],
     ) -> None:
-        """Reset the uses of weights after a change of lower-precision ops or of modules with rules."""
+        """Find the uses of weights again, for other rules."""
         self.uses = WeightUses(is_lower_precision, modules_with_rules)
         self._intercepts_by_key.clear()
         self.clear_alias_cache()
 
     def alias_cache(self) -> AliasCache:
-        """Return the cache of the attached forwards; a new one if they have released it."""
+        """Return the cache of the attached forwards, or a new one."""
         cache = self._alias_cache()
         if cache is None:
             cache = AliasCache()
@@ -95,29 +97,21 @@ class WeightStore:
 
     def clear_alias_cache(self) -> None:
         if (cache := self._alias_cache()) is not None:
-            cache.index = None
-            cache.by_key.clear()
+            cache.reset(None)
 
     def prepare_forward(
         self, model: nn.Module, forward: Entry, is_scaled: bool, groups_weights: bool, holds_copies: bool
     ) -> ForwardWeights:
         """Make masters, and return the weights of ``forward``, which is about to run.
 
-        Args:
-            model: the attached model.
-            forward: its attached forward, or that of a part.
-            is_scaled: whether the loss is scaled.
-            groups_weights: whether several weights may have one unscale node.
-            holds_copies: whether slots hold the working copies.
+        ``is_scaled``: whether the loss is. ``groups_weights``, ``holds_copies``: as for :class:`WeightSlots`.
         """
         has_grad, index, cache = torch.is_grad_enabled(), ModelIndex(model), forward.alias_cache
         if index != cache.index:
-            cache.by_key.clear()
-            cache.index, cache.has_masters = index, False
+            cache.reset(index)
         if has_grad and not cache.has_masters:
             self.layout.prepare_weights(model)
-            cache.by_key.clear()
-            cache.index, cache.has_masters = ModelIndex(model), True
+            cache.reset(ModelIndex(model), has_masters=True)
         settings = {
             "aliases_fp32_weights": has_grad and (is_scaled or self.layout.keeps_scaled_gradients),
             "groups_weights": groups_weights,
@@ -135,20 +129,20 @@ class WeightStore:
         return ForwardWeights(slots, external, (id(forward), has_grad, model.training), self._intercepts_by_key)
 
     def _alias_set(self, model: nn.Module, slots: WeightSlots, cache: AliasCache, key: Hashable) -> AliasSet:
-        """Return the alias set for a forward with ``key``: a cached one that is free, or a new one."""
-        sets = cache.by_key.setdefault(key, [])
+        """Return a free alias set for a forward with ``key``: a cached or a new one."""
+        sets = cache.by_key.get(key, [])
         if not all([one.has_working_copies_of(self.layout) for one in sets]):
-            # All sets: their nodes keep AccumulateGrad nodes alive, which have the old shape of a resized weight.
+            # All keys: their nodes keep AccumulateGrad nodes with the old shape of a resized weight.
             cache.by_key.clear()
-            sets = cache.by_key[key] = []
-        sets[:] = [one for one in sets if one.is_intact()]
+            sets = []
+        sets = cache.by_key[key] = [one for one in sets if one.is_intact()]
         for one in sets:
             if one.is_free():
                 return one
         made = slots.make_alias_set(self.uses.find_slots(model))
-        # A computed weight is a new tensor in the next forward.
-        are_leaves = all([weight.is_leaf for weight in cache.index.weights])
-        if are_leaves and len(sets) < _MAX_ALIAS_SETS:
+        # A computed weight is another tensor in the next forward.
+        can_reuse = all([weight.is_leaf for weight in cache.index.weights])
+        if can_reuse and len(sets) < _MAX_ALIAS_SETS:
             sets.append(made)
         return made
 
@@ -159,10 +153,9 @@ class WeightStore:
         parallelism: Parallelism,
         in_fp32: Sequence[nn.Module],
     ) -> None:
-        """Change to the layout that the sharding of ``parameters`` requires, and register communication for ``model``.
+        """Change to the layout for the sharding of ``parameters``, and register communication for ``model``, if given.
 
-        ``model`` is None if only an optimizer is attached. Weights of the modules ``in_fp32`` are sent in FP32. Raises
-        a ValueError for a lean layout of a tensor parallel model.
+        Weights of the modules ``in_fp32`` are sent in FP32. Raises a ValueError for an unsupported sharding.
         """
         layout = _layout_for(self.layout, parameters, parallelism)
         if layout is not self.layout:
@@ -187,27 +180,20 @@ class WeightStore:
         clipping: Clipping | None,
         found_inf: Tensor | None,
     ) -> bool:
-        """Update masters and working copies in one launch (:func:`try_fused_step_whole`).
-
-        Returns False if nothing was written and ``optimizer`` has to step, as always in a lean layout, which has its
-        own kernel.
-        """
+        """As :func:`try_fused_step_whole`; False for a lean layout, which has its own kernel."""
         if self.layout.keeps_scaled_gradients:
             return False
         return try_fused_step_whole(optimizer, replaced_step, self.layout.copies, updates, clipping, found_inf)
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return ``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it.
-
-        It is an alias of the parameter if nothing is rounded.
-        """
+        """Return ``parameter`` as the forward reads it, in 16 bits if it is floating; do not write to it."""
         layout, value = self.layout, parameter.detach()
         if layout.keeps_copies and parameter in layout.copies:
             return layout.copies.get(parameter)
         return value.to(layout.policy.compute) if value.is_floating_point() else value
 
     def restore(self, model: nn.Module | None) -> None:
-        """Restore ordinary FP32 parameters, and release working copies."""
+        """As :meth:`WeightLayout.restore`."""
         self.clear_alias_cache()
         for parameter in () if model is None else model.parameters():
             untrack_data_writes(parameter)
@@ -217,18 +203,17 @@ class WeightStore:
 def make_layout(policy: PrecisionPolicy, offload: str | None = None) -> WeightLayout:
     """Return the layout for ``policy``; ``offload`` names the tensors of a lean layout in host memory."""
     if offload is not None:
-        # By name: imported only if it is used.
+        # Imported only if it is used.
         return resolve_name("hf_mp.weights.offload.layout:OffloadLayout")(policy, offload)
     return SplitLayout(policy) if policy.is_lean else WeightLayout(policy)
 
 
 def make_inference_layout(policy: PrecisionPolicy, *, only_trainable: bool) -> WeightLayout:
-    """Return the layout of a model that is not trained, as :class:`InferenceLayout`."""
     return InferenceLayout(policy, only_trainable=only_trainable)
 
 
 def _layout_for(layout: WeightLayout, parameters: Iterable[Tensor], parallelism: Parallelism) -> WeightLayout:
-    """Return the layout for the sharding of ``parameters``; ``layout`` itself if it supports them."""
+    """Return ``layout`` if it supports the sharding of ``parameters``, otherwise another one."""
     if isinstance(layout, ShardedLayout) or not any(map(is_dtensor, parameters)):
         return layout
     policy = layout.policy
@@ -238,8 +223,7 @@ def _layout_for(layout: WeightLayout, parameters: Iterable[Tensor], parallelism:
             "leave offload out, or use DDP"
         )
     if not parallelism.is_tensor_parallel:
-        # For a lean model too: its shards are FP32.
-        return ShardedLayout(policy)
+        return ShardedLayout(policy)  # of a lean model too: its shards are FP32
     if policy.is_lean:
         raise ValueError(
             f"precision={str(policy)!r} needs whole weights, and this model is tensor parallel: use "

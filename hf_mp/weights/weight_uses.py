@@ -1,4 +1,4 @@
-"""``WeightUses``: the parameter slots of a model, and which of its weights lower-precision ops read."""
+"""``WeightUses``: finds parameter slots, and the weights of lower-precision ops."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from hf_mp.weights.slots import ParameterSlot
 _OFFLOADED_DEVICES = ("meta",)  # accelerate loads such weights when their module is called
 _USUAL = ("weight", "bias")
 _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
-# Weights that a forward passes to an op, and that op. By forward, because a subclass that overrides it may use a weight
-# differently.
+# Weights that a forward passes to an op, and that op. A subclass with another forward may use a weight differently.
 _WEIGHTS_BY_FORWARD: dict[Callable[..., object], tuple[Iterable[str], Callable[..., object] | None]] = {
     nn.Linear.forward: (_USUAL, F.linear),
     nn.Conv1d.forward: (_USUAL, F.conv1d),
@@ -35,10 +34,9 @@ _WEIGHTS_BY_FORWARD: dict[Callable[..., object], tuple[Iterable[str], Callable[.
 class WeightUses:
     """Finds the parameter slots of one model, and which weights have a working copy from the first forward on.
 
-    These are the weights of linear layers, convolutions, attention projections and stacked experts. Any other weight
-    gets a working copy when a lower-precision op first reads it (:meth:`hf_mp.weights.slots.WeightSlots.working_copy`).
-    The slots of stacked experts hold the working copy: their forward selects experts before the matmul, and a selection
-    of FP32 weights would be cast at each use.
+    These are the weights of linear layers, convolutions, attention projections and stacked experts. Others get one when
+    a lower-precision op first reads them (:meth:`hf_mp.weights.slots.WeightSlots.working_copy`). The slots of stacked
+    experts hold the working copy, because their forward selects experts, and the selection would be cast at each use.
 
     Args:
         is_lower_precision: whether autocast casts an op to FP16/BF16.
@@ -49,12 +47,11 @@ class WeightUses:
         self, is_lower_precision: Callable[[Callable[..., object] | None], bool], with_rules: Iterable[nn.Module] = ()
     ) -> None:
         self._is_lower_precision = is_lower_precision
-        self._names: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-        for module in with_rules:
-            self._names[module] = frozenset()
+        # Names of the weights with a working copy in advance.
+        self._names = weakref.WeakKeyDictionary[nn.Module, frozenset[str]](dict.fromkeys(with_rules, frozenset()))
 
     def find_slots(self, model: nn.Module) -> list[ParameterSlot]:
-        """Return the slots of the weights of ``model``, except weights that an attribute in ``__dict__`` hides."""
+        """Return the slots of the weights of ``model``, except those that an attribute in ``__dict__`` hides."""
         found = []
         for module in modules_of(model):
             attributes = vars(module)
@@ -64,18 +61,19 @@ class WeightUses:
                 if base not in self._names and has_stacked_experts(base):
                     # PEFT adds to these weights in a parametrization that must not change their dtype, FP32.
                     self._names[base] = frozenset()
-            if parameters := attributes.get("_parameters"):  # absent in a traced module
-                names = self._names.get(module)
-                names = self._names_by_class(module) if names is None else names
-                holds_copy = bool(names) and has_stacked_experts(module)
-                for name, weight in parameters.items():
-                    if weight is not None and name not in attributes and weight.device.type not in _OFFLOADED_DEVICES:
-                        has_copy = name in names
-                        found.append(ParameterSlot(module, name, weight, has_copy, has_copy and holds_copy))
+            parameters = attributes.get("_parameters")  # absent in a traced module
+            if not parameters:
+                continue
+            names = self._names.get(module)
+            names = self._names_by_class(module) if names is None else names
+            holds_copies = bool(names) and has_stacked_experts(module)
+            for name, weight in parameters.items():
+                if weight is not None and name not in attributes and weight.device.type not in _OFFLOADED_DEVICES:
+                    has_copy = name in names
+                    found.append(ParameterSlot(module, name, weight, has_copy, has_copy and holds_copies))
         return found
 
     def _names_by_class(self, module: nn.Module) -> frozenset[str]:
-        """Return the names of the weights of ``module`` that have a working copy in advance."""
         forward: Any = getattr(type(module), "forward", None)  # absent in a scripted module
         if (transformers := sys.modules.get("transformers.pytorch_utils")) is not None:
             _WEIGHTS_BY_FORWARD.setdefault(transformers.Conv1D.forward, (_USUAL, torch.addmm))

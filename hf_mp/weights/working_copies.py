@@ -1,4 +1,4 @@
-"""``WorkingCopies``: the FP16/BF16 copies of master weights that lower-precision ops read."""
+"""``WorkingCopies``: one for each master weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_mp.casting.data_tracking import (
 
 
 def is_master(weight: Tensor) -> TypeGuard[nn.Parameter]:
-    """Whether ``weight`` may have a working copy: whether it is an FP32 parameter."""
+    """Whether ``weight`` is an FP32 parameter, so that it may have a working copy."""
     return weight.dtype is torch.float32 and isinstance(weight, nn.Parameter)
 
 
@@ -31,10 +31,10 @@ class _Entry:
 
 
 class WorkingCopies:
-    """One FP16/BF16 copy for each parameter, made at its first use and refreshed when the parameter has changed.
+    """One FP16/BF16 copy for each parameter, released with it.
 
     Outside of ``optimizer.step()``, the result of :meth:`get` is the parameter rounded to nearest, whatever code wrote
-    the parameter. Tied weights have one copy. A copy is released with its parameter.
+    the parameter.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -48,11 +48,11 @@ class WorkingCopies:
         return id(parameter) in self._entries
 
     def get_all(self, weights: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return the working copies (:meth:`get`) of FP32 masters among ``weights``, by the identity of the master."""
+        """Return the working copies of FP32 masters among ``weights``, by the identity of the master."""
         found = {}
         for weight in weights:
             entry = self._entries.get(id(weight))
-            if (  # the usual case: unchanged, the same test as get(), inlined
+            if (  # unchanged: the test of get(), inlined
                 entry is not None
                 and type(weight) is DataTrackedParameter
                 and not weight._data_was_exposed  # shape and device change only through .data, or with the version
@@ -65,53 +65,43 @@ class WorkingCopies:
         return found
 
     def get(self, parameter: nn.Parameter) -> Tensor:
-        """Return the working copy of ``parameter``, a tensor of its shape without grad; do not write to it."""
+        """Return the current copy of ``parameter``, of its shape and without grad; do not write to it."""
         entry = self._entries.get(id(parameter))
         if entry is None or entry.copy.shape != parameter.shape or entry.copy.device != parameter.device:
             return self._make(parameter).copy
         was_untracked = type(parameter) is nn.Parameter  # another model with this parameter was detached
         track_data_writes(parameter)
         now = version_and_address(parameter)
-        has_version = now[0] != -1
-        if has_version and entry.source == now and not was_untracked:
-            return entry.copy
-        if has_version and entry.source[:2] == now[:2]:
+        may_be_unchanged = now[0] != -1 and entry.source[:2] == now[:2]
+        if not may_be_unchanged:
+            _refresh([(entry, parameter)])
+        elif was_untracked or entry.source != now:  # there may be unseen writes
             _refresh_if_changed(entry, parameter)
             entry.source = now
-        else:
-            _refresh([(entry, parameter)])
         return entry.copy
 
     def is_stale(self, weight: Tensor) -> bool:
-        """Whether ``weight`` was written in place since its copy was made; False without a copy."""
+        """Whether ``weight`` has a copy, and was written in place since."""
         entry = self._entries.get(id(weight))
         return entry is not None and entry.source[0] != -1 and entry.source[:2] != (weight._version, weight.data_ptr())
 
     def refresh_all(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Round ``parameters``, which an optimizer has updated, into their copies, in one fused pass.
+        """Round ``parameters``, which an optimizer has updated (maybe undetectably), into their copies.
 
-        Also copies that are not stale: optimizers that write through ``.data`` or in a kernel raise no version counter.
-        Other parameters are left to :meth:`get`: the base model of an adapter does not change, and a graph may have
-        saved a copy (of a generator, while its discriminator is updated).
+        :meth:`get` refreshes others, which a graph may have saved (of a generator, in a step of its discriminator).
         """
-        found = []
-        for parameter in parameters:
-            entry = self._entries.get(id(parameter))
-            if entry is not None and parameter.requires_grad and entry.copy.shape == parameter.shape:
-                found.append((entry, parameter))
-        _refresh(found)
+        found = self._entries_of(parameters)
+        _refresh([(entry, p) for entry, p in found if p.requires_grad and entry.copy.shape == p.shape])
 
     def refresh(self) -> None:
-        """Round all parameters into their copies, also those without a detectable write."""
+        """Round all parameters into their copies, also after undetectable writes."""
         for entry in list(self._entries.values()):
             if (parameter := entry.parameter()) is not None and self.get(parameter) is entry.copy:
                 _refresh_if_changed(entry, parameter)
 
     def note_unseen_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that ``parameters`` may have been written undetectably: :meth:`get` compares their copies."""
-        for parameter in parameters:
-            if (entry := self._entries.get(id(parameter))) is None:
-                continue
+        """Have :meth:`get` compare the copies of ``parameters``, which may have been written undetectably."""
+        for entry, parameter in self._entries_of(parameters):
             if isinstance(parameter, DataTrackedParameter):
                 parameter.note_unseen_write()
             else:
@@ -119,22 +109,25 @@ class WorkingCopies:
 
     def differ(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether a copy is not its parameter rounded to nearest; True if none of ``parameters`` has a copy."""
-        found = [(entry, one) for one in parameters if (entry := self._entries.get(id(one))) is not None]
+        found = self._entries_of(parameters)
         return not found or any(_has_changed(entry, parameter) for entry, parameter in found)
 
     def copies_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
-        """Return the copies of ``parameters``, stale or not, for a kernel that writes both; None for those without."""
+        """Return the copies of ``parameters``, stale or not; None for those without."""
         entries = [self._entries.get(id(parameter)) for parameter in parameters]
         return [None if entry is None else entry.copy for entry in entries]
 
     def note_written(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that a kernel wrote ``parameters`` and their copies. Kernels raise no version counter."""
+        """Record that a kernel, which raises no version counter, wrote ``parameters`` and their copies."""
         parameters = list(parameters)
-        found = [(entry, p) for p in parameters if (entry := self._entries.get(id(p))) is not None]
+        found = self._entries_of(parameters)
         torch.autograd.graph.increment_version([*parameters, *[entry.copy for entry, _ in found]])
         for entry, parameter in found:
             unseen = parameter._unseen_writes if type(parameter) is DataTrackedParameter else 0
             entry.source = parameter._version, parameter.data_ptr(), unseen  # version_and_address(), inlined
+
+    def _entries_of(self, parameters: Iterable[nn.Parameter]) -> list[tuple[_Entry, nn.Parameter]]:
+        return [(entry, p) for p in parameters if (entry := self._entries.get(id(p))) is not None]
 
     def clear(self) -> None:
         """Release all copies, and stop tracking writes to the parameters."""
@@ -144,26 +137,23 @@ class WorkingCopies:
         self._entries.clear()
 
     def _make(self, parameter: nn.Parameter) -> _Entry:
-        """Make the copy of ``parameter``. It is stored as long as the parameter exists."""
         track_data_writes(parameter)
-        key = id(parameter)
-        entries = self._entries
+        key, entries = id(parameter), self._entries
 
         def release(reference: weakref.ref[nn.Parameter]) -> None:
             # A new parameter may have the same id.
             if key in entries and entries[key].parameter is reference:
                 del entries[key]
 
-        # Never an alias of its master, and never an inference tensor, even if generate() is the first use.
+        # Not an inference tensor, even if generate() is the first use.
         with torch.inference_mode(False):
             copy = parameter.detach().to(self.dtype, copy=True)
-        entry = _Entry(weakref.ref(parameter, release), copy, version_and_address(parameter))
-        entries[key] = entry
+        entry = entries[key] = _Entry(weakref.ref(parameter, release), copy, version_and_address(parameter))
         return entry
 
 
 def _refresh_if_changed(entry: _Entry, parameter: nn.Parameter) -> None:
-    # A graph may have saved the copy; a write of equal values would make its backward raise.
+    # A graph may have saved the copy, and raises even if equal values were written.
     if _has_changed(entry, parameter):
         _refresh([(entry, parameter)])
 

@@ -21,8 +21,9 @@ from transformers import GPT2LMHeadModel
 
 import hf_mp
 from hf_mp import DynamicLossScaler, MasterWeightOptimizer
+from hf_mp.policy import PrecisionPolicy
 from hf_mp.step.mixed_precision import MixedPrecision
-from hf_mp.weights.split_layout import restore_parameters, split_trainable_parameters
+from hf_mp.weights.split_layout import SplitLayout, restore_parameters, split_trainable_parameters
 from hf_mp.weights.split_parameter import SplitParameter, gradient_and_factor, master_value
 
 every_lean = pytest.mark.parametrize("precision", ["fp16-lean", "bf16-lean"])
@@ -99,13 +100,13 @@ def test_a_model_that_cannot_be_split_is_left_as_it_was() -> None:
     class Own(nn.Parameter):
         pass
 
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model, layout = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), SplitLayout(PrecisionPolicy.parse("fp16-lean"))
     model[1].bias = Own(torch.zeros(2))
     with pytest.raises(TypeError, match=r"a Own of shape \(2,\) cannot be split .* freeze it, or use the default lay"):
-        split_trainable_parameters(model, torch.float16)
+        split_trainable_parameters(model, layout.split)
     assert all(p.dtype is torch.float32 for p in model.parameters())
     model[1].bias.requires_grad_(False)
-    split_trainable_parameters(model, torch.float16)
+    split_trainable_parameters(model, layout.split)
     assert isinstance(model[0].weight, SplitParameter) and model[1].bias.dtype is torch.float32
     restore_parameters(model)
 

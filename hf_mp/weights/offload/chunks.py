@@ -1,10 +1,10 @@
-"""Which parts of which slabs are in a window together: pieces of parameters, in the order of the slabs."""
+"""``Chunk``: parts of slabs that are in a window together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from torch import Tensor
 from hf_mp.weights.offload.host_memory import ALIGNED, Room, padded
 from hf_mp.weights.offload.transfers import ALIGNED_BYTES
 
+# Keys of rooms; others are those of the optimizer's state.
 REMAINDER = "remainder"
-# Keys of rooms that an update reads and does not write. All others are written back.
-GRADIENT, LOWER_GRADIENT = "gradient", "lower half of a gradient"
+GRADIENT, LOWER_GRADIENT = "gradient", "lower half of a gradient"  # read by an update, and not written
 
 Rooms = dict[str, Room]  # of one parameter, by key
 _GAPS = 5 * ALIGNED_BYTES  # between kinds of rooms: remainder, two moments, both halves of a gradient
@@ -22,11 +22,7 @@ _GAPS = 5 * ALIGNED_BYTES  # between kinds of rooms: remainder, two moments, bot
 
 @dataclass(eq=False)
 class Piece:
-    """The elements ``begin`` to ``end`` of a parameter, and of its rooms.
-
-    Attributes:
-        inside: once its chunk is in a window, the parts of the window by key, flat.
-    """
+    """The elements ``begin`` to ``end`` of a parameter and its rooms; ``inside`` a window, by key."""
 
     parameter: Any
     rooms: Rooms
@@ -35,16 +31,24 @@ class Piece:
     inside: dict[str, Tensor] = field(default_factory=dict)
 
     def elements(self, key: str) -> int:
-        """How many elements it has of a room. One of another size than the parameter is there as a whole."""
+        """Number of its elements in a room: all, if the room has another size than the parameter."""
         room = self.rooms[key]
         return self.end - self.begin if room.numel == self.parameter.numel() else room.numel
+
+
+class _Copy(NamedTuple):
+    """A part of a slab, and its place in a window; both flat."""
+
+    key: str
+    slab: Tensor
+    inside: Tensor
 
 
 class Chunk:
     """Pieces that are in a window together.
 
     Attributes:
-        is_sliced: whether the pieces may be parts of parameters, so that only a kernel can update them.
+        is_sliced: whether the pieces may be parts of parameters, which only a kernel can update.
         bytes: of the window.
         stepping: the pieces of parameters that are updated.
         reads: the keys of gradients to copy.
@@ -53,57 +57,52 @@ class Chunk:
     def __init__(self, pieces: Sequence[Piece], *, is_sliced: bool) -> None:
         self.pieces, self.is_sliced = pieces, is_sliced
         self.stepping, self.reads = list(pieces), set[str]()
-        self._kinds: dict[tuple[str, torch.dtype], list[Piece]] = {}  # the pieces with rooms of this key and dtype
+        self._by_kind: dict[tuple[str, torch.dtype], list[Piece]] = {}  # by key and dtype of a room
         for piece in pieces:
             for key, room in piece.rooms.items():
-                self._kinds.setdefault((key, room.view.dtype), []).append(piece)
-        self.bytes = sum(
-            padded(sum(padded(piece.elements(key)) for piece in those) * dtype.itemsize, ALIGNED_BYTES)
-            for (key, dtype), those in self._kinds.items()
-        )
+                self._by_kind.setdefault((key, room.view.dtype), []).append(piece)
+        elements = {kind: sum(padded(one.elements(kind[0])) for one in its) for kind, its in self._by_kind.items()}
+        self.bytes = sum(padded(n * dtype.itemsize, ALIGNED_BYTES) for (_, dtype), n in elements.items())
         self._window: Tensor | None = None
 
     def place(self, window: Tensor) -> tuple[list[Tensor], list[Tensor], int]:
-        """Return the parts of slabs to copy, the part of ``window`` for each, and how many are written back.
-
-        Those that are written back come first; then the gradients in ``reads``. Called by
-        :meth:`hf_mp.weights.offload.transfers.Transfers.stream`.
-        """
+        """Return parts of slabs, their places in ``window``, and how many of them, from the first, are written back."""
         if self._window is not window:
-            self._window, self._copies = window, list(self._placed(window))
-        written = [copy for copy in self._copies if copy[0] not in (GRADIENT, LOWER_GRADIENT)]
-        copied = written + [copy for copy in self._copies if copy[0] in self.reads]
-        return [copy[1] for copy in copied], [copy[2] for copy in copied], len(written)
+            self._window, self._copies = window, list(self._place_pieces(window))
+        written = [copy for copy in self._copies if copy.key not in (GRADIENT, LOWER_GRADIENT)]
+        copied = written + [copy for copy in self._copies if copy.key in self.reads]
+        return [copy.slab for copy in copied], [copy.inside for copy in copied], len(written)
 
-    def _placed(self, window: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Give each piece its parts of ``window``; yields keys, parts of slabs, and parts of ``window`` for them."""
-        place = 0
-        for (key, dtype), pieces in self._kinds.items():
-            runs: list[tuple[Tensor, int, int, int]] = []  # neighbours in a slab: begin, end, and place in the window
+    def _place_pieces(self, window: Tensor) -> Iterator[_Copy]:
+        """Set ``inside`` of each piece, and yield one copy for all neighbours in a slab."""
+        place = 0  # in the window, in bytes
+        for (key, dtype), pieces in self._by_kind.items():
+            runs: list[tuple[Tensor, int, int, int]] = []  # slab, begin, end, and place in the window
             for piece in pieces:
                 room, count = piece.rooms[key], piece.elements(key)
-                begin = room.begin + piece.begin
                 piece.inside[key] = window[place : place + count * dtype.itemsize].view(dtype)
-                start = (room.slab, begin, begin, place)
-                if runs and runs[-1][0] is room.slab and runs[-1][2] == begin:
-                    start = runs.pop()
-                runs.append((start[0], start[1], begin + padded(count), start[3]))
+                begin = room.begin + piece.begin
+                slab, first, end, first_place = runs[-1] if runs else (None, 0, 0, 0)
+                if slab is room.slab and end == begin:
+                    runs[-1] = room.slab, first, begin + padded(count), first_place
+                else:
+                    runs.append((room.slab, begin, begin + padded(count), place))
                 place += padded(count) * dtype.itemsize
             for slab, begin, end, first in runs:
-                yield key, slab[begin:end], window[first : first + (end - begin) * dtype.itemsize].view(dtype)
+                yield _Copy(key, slab[begin:end], window[first : first + (end - begin) * dtype.itemsize].view(dtype))
             place = padded(place, ALIGNED_BYTES)
 
 
 def cut(sliced: Iterable[tuple[Any, Rooms]], window_bytes: int) -> Iterator[Chunk]:
-    """Chunks of parameters that are updated element by element, each chunk of at most ``window_bytes``."""
+    """Yield chunks of parameters that are updated element by element, each of at most ``window_bytes``."""
     pieces: list[Piece] = []
     free = window_bytes - _GAPS
     for parameter, rooms in sliced:
-        width = sum(room.view.element_size() for room in rooms.values())
+        width = sum(room.view.element_size() for room in rooms.values())  # bytes an element
         begin, elements = 0, parameter.numel()
         while begin < elements:
-            if (most := free // width // ALIGNED * ALIGNED) > 0:
-                end = min(begin + most, elements)
+            end = min(begin + free // width // ALIGNED * ALIGNED, elements)
+            if end > begin:
                 pieces.append(Piece(parameter, rooms, begin, end))
                 free -= padded(end - begin) * width
                 begin = end
@@ -115,11 +114,11 @@ def cut(sliced: Iterable[tuple[Any, Rooms]], window_bytes: int) -> Iterator[Chun
 
 
 def bundle(whole: Iterable[tuple[Any, Rooms]], window_bytes: int, most_elements: int) -> Iterator[Chunk]:
-    """Chunks of whole parameters, each of at most ``window_bytes`` and ``most_elements``, or of one parameter."""
+    """Yield chunks of whole parameters, each of at most ``window_bytes`` and ``most_elements``, or of one parameter."""
     pieces: list[Piece] = []
     free, free_elements = window_bytes, most_elements
     for parameter, rooms in whole:
-        # A kind of its own for each room is the most that alignment can take.
+        # Alignment takes most if each room is of another kind.
         needed = sum(padded(padded(room.numel) * room.view.element_size(), ALIGNED_BYTES) for room in rooms.values())
         if pieces and (needed > free or parameter.numel() > free_elements):
             yield Chunk(pieces, is_sliced=False)

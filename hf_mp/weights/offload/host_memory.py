@@ -1,4 +1,4 @@
-"""Slabs: one allocation in host memory for all tensors of a dtype, page-locked if a GPU copies from and to it."""
+"""Slabs: host memory for many tensors of a dtype, page-locked for a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ ALIGNED = 64  # elements; each tensor begins at a multiple, so that kernels read
 
 
 class Room:
-    """The place of one tensor in a slab.
-
-    Attributes:
-        flat: all elements, in one dimension.
-        view: the tensor.
-        was_used: whether anything but the first zeros may be there.
-    """
+    """The place of one tensor in a slab, ``flat`` and as a ``view``; ``was_used``: whether it may have been written."""
 
     def __init__(self, slab: Tensor, begin: int, shape: torch.Size) -> None:
         self.slab, self.begin, self.numel = slab, begin, shape.numel()
@@ -30,17 +24,15 @@ class Room:
 
 
 def padded(number: int, multiple: int = ALIGNED) -> int:
-    """``number`` rounded up to a multiple of ``multiple``."""
+    """Round ``number`` up to a multiple of ``multiple``."""
     return -(-number // multiple) * multiple
 
 
 def reserve(wanted: Sequence[tuple[torch.dtype, torch.Size]], device: torch.device) -> list[Room]:
-    """A room of zeros for each dtype and shape, in this order; one allocation a dtype.
-
-    ``device`` is the one that copies from and to the rooms.
+    """Return a room of zeros for each dtype and shape, in one slab for each dtype, for copies by ``device``.
 
     Raises:
-        MemoryError: with the bytes needed and the bytes free, if the host does not have that memory.
+        MemoryError: with the bytes needed and free, if the host has less.
     """
     sizes = dict.fromkeys((dtype for dtype, _ in wanted), 0)
     begins = []
@@ -48,7 +40,7 @@ def reserve(wanted: Sequence[tuple[torch.dtype, torch.Size]], device: torch.devi
         begins.append(sizes[dtype])
         sizes[dtype] += padded(shape.numel())
     needed, free = sum(size * dtype.itemsize for dtype, size in sizes.items()), free_bytes()
-    # Linux hands out memory that it does not have, and ends the process when it is written.
+    # Linux allocates memory that it does not have, and ends the process when it is written.
     if free is not None and needed > free:
         raise _no_memory(needed, f"{free / 2**30:.2f} GiB ({free:,} bytes) are free")
     slabs = {dtype: allocate(size, dtype, device) for dtype, size in sizes.items()}
@@ -63,18 +55,17 @@ def _no_memory(needed_bytes: int, found: str) -> MemoryError:
 
 
 def allocate(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in host memory, flat, page-locked for a CUDA ``device``; a MemoryError if they cannot be had."""
+    """Return flat zeros in host memory, page-locked for a CUDA ``device``; or raise a MemoryError."""
     needed = elements * dtype.itemsize
     try:
         if device.type != "cuda" or not elements:
             return torch.zeros(elements, dtype=dtype, device="cpu")
-        # Shared pages: after a fork (a DataLoader's workers), writes to private ones would go to copies, while the GPU
-        # still reads the first ones.
+        # Shared: after a fork (a DataLoader's workers), writes to private pages go to copies, which no GPU reads.
         pages = mmap.mmap(-1, needed)
     except (RuntimeError, OSError) as error:  # a limit of the process (ulimit -v)
         raise _no_memory(needed, str(error)) from error
     memory = torch.frombuffer(pages, dtype=dtype)
-    # torch's own pinned allocator rounds each request up to a power of two, which may double it.
+    # torch's pinned allocator rounds each request up to a power of two.
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):
         code = int(runtime.cudaHostRegister(memory.data_ptr(), needed, 0))
@@ -85,7 +76,7 @@ def allocate(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def free_bytes() -> int | None:
-    """Host memory that can be had now, in bytes, within the limit of the container; None if it is not known."""
+    """Return the free host memory of the container in bytes; None if it is unknown."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
@@ -94,7 +85,7 @@ def free_bytes() -> int | None:
     group = Path("/sys/fs/cgroup")
     try:
         limit = int((group / "memory.max").read_text())
-        # Pages of files count as used, and are given back when they are needed.
+        # Pages of files count as used, and are released when needed.
         cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
         return min(free, limit - int((group / "memory.current").read_text()) + int(cached))
     except (OSError, KeyError, ValueError):  # no limit ("max"), or another kind of group

@@ -1,8 +1,9 @@
-"""``OffloadLayout``: the lean layout with remainders, the optimizer's state and the gradients in host memory."""
+"""``OffloadLayout``: a lean layout in host memory."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ from hf_mp.weights.split_parameter import copy_scale_factors, make_split
 
 
 class OffloadLayout(SplitLayout):
-    """A :class:`SplitLayout` with the 16-bit working copies on the device, and the rest in host memory.
+    """A :class:`SplitLayout` with the working copies on the device, and the rest in host memory.
 
     Args:
         policy: of a lean preset.
@@ -47,12 +48,11 @@ class OffloadLayout(SplitLayout):
     def __init__(self, policy: PrecisionPolicy, offload: str) -> None:
         super().__init__(policy)
         self.offload, self._moves_gradients = offload, offload == "all"
-        self._transfers: Any = None  # once there are parameters that are trained
+        self._transfers: Any = None  # set with the first trained parameters
         self._own: list[weakref.ref[OffloadedParameter]] = []
         self._optimizers: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
     def _parameters(self) -> list[OffloadedParameter]:
-        """Those that have a place in host memory."""
         return [parameter for reference in self._own if (parameter := reference()) is not None]
 
     # Attaching and detaching
@@ -60,14 +60,15 @@ class OffloadLayout(SplitLayout):
     def prepare_weights(self, model: nn.Module) -> None:
         super().prepare_weights(model)
         if self._moves_gradients:
-            # The gradients of a tied weight are added up in FP32, in each backward.
-            uses = Counter(id(one) for module in modules_of(model) for one in module._parameters.values())
-            make_room_for_sums([parameter.place for parameter in self._parameters() if uses[id(parameter)] > 1])
+            # Each backward adds the gradients of a tied weight in FP32.
+            slots = Counter(id(one) for module in modules_of(model) for one in module._parameters.values())
+            make_room_for_sums([parameter.place for parameter in self._parameters() if slots[id(parameter)] > 1])
 
     def split(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Split ``parameters``, one after the other, so that no more than one remainder is on the device."""
-        super().split([parameter for parameter in parameters if not parameter.numel()])  # nothing moves of no elements
-        if not (moved := [parameter for parameter in parameters if parameter.numel()]):
+        """Split ``parameters`` one after the other: at most one remainder is on the device."""
+        super().split([parameter for parameter in parameters if not parameter.numel()])
+        moved = [parameter for parameter in parameters if parameter.numel()]
+        if not moved:
             return
         devices = {parameter.device for parameter in moved}
         transfers = self._transfers or limits.Transfers(moved[0].device, streams_of(moved[0].device))
@@ -77,18 +78,19 @@ class OffloadLayout(SplitLayout):
                 f"{', '.join(sorted(map(str, devices)))}: move the model there before it is attached"
             )
         self._transfers = transfers
-        kinds = {REMAINDER: REMAINDER_DTYPE, **({GRADIENT: self.policy.params} if self._moves_gradients else {})}
-        rooms = reserve([(dtype, one.shape) for dtype in kinds.values() for one in moved], transfers.device)
+        dtypes = {REMAINDER: REMAINDER_DTYPE, **({GRADIENT: self.policy.params} if self._moves_gradients else {})}
+        rooms = iter(reserve([(dtype, one.shape) for dtype in dtypes.values() for one in moved], transfers.device))
+        rooms_by_key = {key: list(itertools.islice(rooms, len(moved))) for key in dtypes}
         if self._moves_gradients:
             transfers.grow(limits.window_bytes_for(sum(p.nbytes for p in moved)))
         for number, parameter in enumerate(moved):
             make_split(parameter, self.policy.params)
-            its = {key: rooms[place * len(moved) + number] for place, key in enumerate(kinds)}
-            offload(parameter, Place(transfers, its))  # type: ignore[arg-type]
+            own_rooms = {key: its_rooms[number] for key, its_rooms in rooms_by_key.items()}
+            offload(parameter, Place(transfers, own_rooms))  # type: ignore[arg-type]
             self._own.append(weakref.ref(parameter))  # type: ignore[arg-type]
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if isinstance(optimizer, OffloadedOptimizer):  # of a training before
+        if isinstance(optimizer, OffloadedOptimizer):  # of an earlier training
             optimizer.use(self._transfers)
         else:
             optimizer = OffloadedOptimizer(optimizer, self._transfers)
@@ -111,13 +113,13 @@ class OffloadLayout(SplitLayout):
         super().restore(model)
 
     def _home(self, device: torch.device, own: Sequence[OffloadedParameter]) -> torch.device:
-        """``device`` if FP32 weights and the optimizer's state fit there; otherwise the CPU, with a warning."""
+        """Return ``device`` if FP32 weights and the optimizer's state fit; otherwise the CPU, with a warning."""
         if device.type != "cuda":
             return device
-        # Each weight has 2 of its 4 bytes there already, and one at a time has both.
+        # 2 of 4 bytes of each weight are there already; one weight at a time has both dtypes.
+        elements = [parameter.numel() for parameter in own]
         state = [room.view for one in self._optimizers for rooms in one.rooms.values() for room in rooms.values()]
-        needed = sum(2 * p.numel() for p in own) + 4 * max([p.numel() for p in own], default=0)
-        needed += sum(tensor.nbytes for tensor in state)
+        needed = 2 * sum(elements) + 4 * max(elements, default=0) + sum(tensor.nbytes for tensor in state)
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         if needed <= free - torch.cuda.memory_allocated(device):
             return device
@@ -130,10 +132,10 @@ class OffloadLayout(SplitLayout):
     # Gradients
 
     def saving_for_backward(self) -> AbstractContextManager[None]:
-        # Now, because memory is locked in milliseconds, and a backward may run collectives beside it. Not for what a
-        # backward computes again.
-        if self._moves_gradients and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            make_room_for_sums([place for p in self._parameters() if (place := p.place).held is not None])
+        is_in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint recomputes
+        if self._moves_gradients and torch.is_grad_enabled() and not is_in_backward:
+            # Now, because a backward may run collectives, and locking memory takes milliseconds.
+            make_room_for_sums([p.place for p in self._parameters() if p.place.held is not None])
         return super().saving_for_backward()
 
     @on_stored_values
@@ -146,7 +148,7 @@ class OffloadLayout(SplitLayout):
 
     @on_stored_values
     def gradients_and_factors(self, parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Tensor | None]]:
-        """As the base class; for a gradient in host memory, its largest magnitude, which is all that a check reads."""
+        """As the base class, with the largest magnitude of a gradient in host memory, which a check reads."""
         parameters = list(parameters)
         if self._moves_gradients and self._comm_hook_by_ddp:  # DDP reduces gradients on the device
             for buckets in self._comm_hook_by_ddp.values():
@@ -161,14 +163,13 @@ class OffloadLayout(SplitLayout):
     @on_stored_values
     def freeze_scale_factors(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         held, others = held_gradients(parameters())
-        copy_of = functools.cache(torch.clone)  # so that parameters share them
+        copy_of = functools.cache(torch.clone)
         for gradient in held:
             gradient.factor = None if gradient.factor is None else copy_of(gradient.factor)
         copy_scale_factors(others)
 
 
 def move_gradients(weights: Iterable[Tensor]) -> None:
-    """Move the gradients of ``weights`` that backward left on the device to host memory."""
     for weight in weights:
         if isinstance(weight, OffloadedParameter):
             weight.move_gradient()

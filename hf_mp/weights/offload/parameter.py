@@ -1,4 +1,4 @@
-"""``OffloadedParameter``: a split parameter with its remainder, and its gradient, in host memory."""
+"""``OffloadedParameter``: a split parameter in host memory."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _UPPER = torch.bfloat16  # of an FP32 gradient: with 16 more bits it is exact
 
 @dataclass(eq=False)
 class HeldGradient:
-    """A gradient in host memory: of 16 bits, still scaled, or a sum in FP32, in two halves.
+    """A gradient in host memory: in 16 bits and scaled, or a sum in FP32, in two halves.
 
     Attributes:
         factor: unscales it, FP32 of shape (1,); None for 1.
-        keys: of the rooms that it fills: two for a sum.
+        keys: of its rooms: two for a sum.
         written: the event after which it is there.
-        magnitude: its largest magnitude, FP32 of shape (), on the device; without ``factor``.
+        magnitude: its largest magnitude without ``factor``, FP32 of shape (), on the device.
         part: of the 2-norm of several gradients (:func:`hf_mp.kernels.gradient_scan.norm_of_parts`).
     """
 
@@ -46,14 +46,11 @@ class HeldGradient:
     part: Tensor
 
     def on_device(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The gradient, flat, of what its rooms hold, copied to the device; and the factor that unscales it.
-
-        A sum is unscaled: its factor, of clipping, is multiplied here.
-        """
+        """Return the flat gradient and its unscale factor; ``parts`` are its rooms, on the device."""
         if len(self.keys) == 1:
             return parts[GRADIENT], self.factor
         total = merge(parts[GRADIENT].view(_UPPER), parts[LOWER_GRADIENT])
-        return total if self.factor is None else total.mul_(self.factor), None
+        return total if self.factor is None else total.mul_(self.factor), None  # a factor of clipping
 
 
 class Place:
@@ -61,9 +58,9 @@ class Place:
 
     Attributes:
         rooms: in host memory, by key.
-        inside: the parts of a window that an optimizer reads and writes instead, by key, while it steps.
+        inside: parts of a window that replace them, by key, in an optimizer step.
         held: the gradient in host memory, if there is one.
-        was_read: whether other code has read ``.grad``, and may write it: then it stays on the device.
+        was_read: whether other code has read ``.grad``, and may write to it.
     """
 
     def __init__(self, transfers: Transfers, rooms: Rooms) -> None:
@@ -73,7 +70,7 @@ class Place:
         self.was_read = False
 
     def gradient(self, held: HeldGradient) -> tuple[Tensor, Tensor | None]:
-        """The gradient that is in host memory, on the device, and the factor that unscales it."""
+        """Return ``held``, copied to the device, and its unscale factor."""
         parts = self.inside
         if not parts:
             rooms = [self.rooms[key].flat for key in held.keys]
@@ -85,19 +82,19 @@ class Place:
 
     def hold(self, gradient: Tensor, factor: Tensor | None) -> None:
         """Move a dense ``gradient`` of FP16, BF16 or FP32 to host memory."""
-        keys, rooms = [GRADIENT], [self.rooms[GRADIENT].flat]
         fill: Any = lambda part, inside: inside.copy_(part)  # noqa: E731
+        keys, targets = [GRADIENT], [self.rooms[GRADIENT].flat]
         if gradient.dtype is torch.float32:
             make_room_for_sums([self])
-            keys, rooms = [GRADIENT, LOWER_GRADIENT], [rooms[0].view(_UPPER), self.rooms[LOWER_GRADIENT].flat]
+            keys, targets = [GRADIENT, LOWER_GRADIENT], [targets[0].view(_UPPER), self.rooms[LOWER_GRADIENT].flat]
             fill = split_into
         magnitude, part = scan_part(gradient)
-        written = self.transfers.write(gradient.contiguous().view(-1), rooms, fill)
+        written = self.transfers.write(gradient.contiguous().view(-1), targets, fill)
         self.held = HeldGradient(factor, keys, written, magnitude, part)
 
 
 def make_room_for_sums(places: Iterable[Place]) -> None:
-    """Reserve host memory for FP32 gradients: 2 bytes an element more than for those of 16 bits."""
+    """Reserve 2 bytes an element more, for gradients in FP32."""
     if new := [place for place in places if LOWER_GRADIENT not in place.rooms]:
         wanted = [(REMAINDER_DTYPE, place.rooms[GRADIENT].view.shape) for place in new]
         for place, room in zip(new, reserve(wanted, new[0].transfers.device), strict=True):
@@ -105,11 +102,10 @@ def make_room_for_sums(places: Iterable[Place]) -> None:
 
 
 class OffloadedParameter(SplitParameter):
-    """A split parameter with its 16-bit working copy on the device, and all else in host memory.
+    """A split parameter with its working copy on the device, and all else in host memory.
 
-    - **Remainders.** Code that reads the FP32 value gets it on the device, from a copy of the remainder.
-    - **Gradients**, where the layout moves them to the host: ``.grad`` brings one back in FP32, and from then on it
-      stays on the device, because its reader may write it.
+    FP32 values and ``.grad`` are on the device. A gradient that was read stays there, because the reader may write to
+    it.
     """
 
     place: Place
@@ -164,37 +160,36 @@ class OffloadedParameter(SplitParameter):
     def _bring_gradient(self) -> None:
         """Move the gradient to the device."""
         if self.place.held is not None:
-            self._scaled_gradient = self._scaled_gradient
+            self._scaled_gradient = self._scaled_gradient  # the getter copies, the setter stores
 
     def store_scaled_gradient(self, *given: Any, **settings: Any) -> bool:
         self._bring_gradient()
         was_read = self.place.was_read
-        is_kept = super().store_scaled_gradient(*given, **settings)
-        self.place.was_read = was_read  # the base class reads .grad to add, which is no read by other code
-        return is_kept
+        is_stored = super().store_scaled_gradient(*given, **settings)
+        self.place.was_read = was_read  # the base class reads .grad, to add
+        return is_stored
 
     def _is_scaled_by(self, factor: Tensor | None) -> bool:
         return self.place.held is None and super()._is_scaled_by(factor)
 
     def move_gradient(self) -> None:
-        """Move the gradient to host memory, if backward left it and no other code has read it, or has a hook on it."""
+        """Move the gradient to host memory, if backward left a single dense one, without readers or hooks."""
         with as_stored(), torch.no_grad():
-            kept, accumulated = vars(self).get("_scaled_gradient"), _GRAD.__get__(self)
-            if accumulated is not None:  # a sum in FP32
-                kept = (accumulated, None) if kept is None else None
-            if kept is None or kept[0].is_sparse or self.place.was_read or self.has_hooks:
-                return
-            vars(self)["_scaled_gradient"] = None
-            _GRAD.__set__(self, None)
-            self.place.hold(*kept)
+            scaled, summed = vars(self).get("_scaled_gradient"), _GRAD.__get__(self)
+            is_single = (scaled is None) != (summed is None)
+            gradient, factor = scaled or (summed, None)
+            if is_single and not (gradient.is_sparse or self.place.was_read or self.has_hooks):
+                vars(self)["_scaled_gradient"] = None
+                _GRAD.__set__(self, None)
+                self.place.hold(gradient, factor)
 
     def whole_master(self) -> Tensor:
-        """As :meth:`SplitParameter.whole_master`, in host memory: FP32 weights of a whole model may not fit a GPU."""
+        """As the base class, in host memory: FP32 weights of a whole model may not fit a GPU."""
         return self.fp32_value().cpu()
 
 
 def offload(parameter: SplitParameter, place: Place) -> None:
-    """Move the remainder of ``parameter`` to ``place``, in place."""
+    """Turn ``parameter`` into an offloaded one, in place, and move its remainder to ``place``."""
     remainder = vars(parameter).pop("remainder_bits")
     allow_foreach_optimizers(OffloadedParameter)
     parameter.__class__ = OffloadedParameter
@@ -203,34 +198,30 @@ def offload(parameter: SplitParameter, place: Place) -> None:
 
 
 def bring_back(parameter: Any, device: torch.device) -> None:
-    """Make ``parameter`` a split parameter again, with all that it has on ``device``."""
+    """Make ``parameter`` a split one again, with all its tensors on ``device``."""
     move = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
     with as_stored(), torch.no_grad():
-        # Copy all to the device.
         parameter.reset_written_remainders()
-        kept, accumulated = tuple(map(move, parameter._scaled_gradient or ())), move(_GRAD.__get__(parameter))
+        scaled, summed = tuple(map(move, parameter._scaled_gradient or ())), move(_GRAD.__get__(parameter))
         working, remainder = move(DATA.__get__(parameter)), parameter.remainder_bits.to(device, copy=True)
-        # Remove the gradient, and all that only offloaded parameters have. A snapshot may be on another device.
+        # A snapshot may be on another device.
         parameter.grad = None
         for name in ("place", "_snapshot"):
             vars(parameter).pop(name, None)
         parameter.__class__ = SplitParameter
-        # Store the copies in a split parameter, and mark them as current.
         DATA.__set__(parameter, working)
         parameter.remainder_bits = remainder
-        _GRAD.__set__(parameter, accumulated)
-        if kept:
-            parameter._scaled_gradient = kept
+        _GRAD.__set__(parameter, summed)
+        parameter._scaled_gradient = scaled or None
         parameter.note_written()
 
 
 def held_gradient(parameter: Any) -> HeldGradient | None:
-    """The gradient of ``parameter`` in host memory; None if it is not in host memory."""
     return parameter.place.held if isinstance(parameter, OffloadedParameter) else None
 
 
 def held_gradients(parameters: Iterable[Any]) -> tuple[list[HeldGradient], list[Any]]:
-    """The gradients in host memory, and those of ``parameters`` that have none there."""
+    """Return the gradients in host memory, and the ``parameters`` without one there."""
     found = [(parameter, held_gradient(parameter)) for parameter in parameters]
     return [held for _, held in found if held is not None], [one for one, held in found if held is None]
 
@@ -239,10 +230,11 @@ def held_gradients(parameters: Iterable[Any]) -> tuple[list[HeldGradient], list[
 @on_stored_values
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """As :meth:`MasterWeightOptimizer.clip_grad_norm_`, bit for bit; gradients in host memory stay there."""
-    if not held_gradients(parameters)[0]:
+    all_held, others = held_gradients(parameters)
+    if not all_held:
         return master_weight_optimizer.clip_grad_norm_(parameters, max_norm)  # one launch for all
-    norms: list[tuple[Tensor, Tensor | None]] = []  # scaled, with the factors that unscale them
-    parts: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}
+    norms: list[tuple[Tensor, Tensor | None]] = []  # scaled norms, unscale factors
+    on_device: dict[tuple[torch.device, Tensor | None], list[Tensor]] = {}  # parts of norms, by device and factor
     for parameter in parameters:
         if (held := held_gradient(parameter)) is not None:
             part, factor = held.part, held.factor
@@ -254,16 +246,15 @@ def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float) -> Tens
         if is_on_host(part):
             norms.append((part, factor))
         else:
-            parts.setdefault((part.device, factor), []).append(part)
-    norms += [(norm_of_parts(found), factor) for (_, factor), found in parts.items()]
+            on_device.setdefault((part.device, factor), []).append(part)
+    norms += [(norm_of_parts(parts), factor) for (_, factor), parts in on_device.items()]
     total = norm_of([norm if factor is None else norm * factor.squeeze() for norm, factor in norms])
     if math.isfinite(max_norm):
-        factor = clip_factor(total, max_norm)
-        gradients, others = held_gradients(parameters)
-        product = functools.cache(lambda inverse: factor.reshape(1) if inverse is None else inverse * factor)
-        for its in gradients:
-            if len(its.keys) > 1:  # FP32 gradients on the device are multiplied themselves
-                its.magnitude = its.magnitude * factor
-            its.factor = product(its.factor)
-        multiply_gradients(others, factor)
+        clipping = clip_factor(total, max_norm)
+        product = functools.cache(lambda inverse: clipping.reshape(1) if inverse is None else inverse * clipping)
+        for held in all_held:
+            if len(held.keys) > 1:  # FP32 gradients on the device are multiplied, too
+                held.magnitude = held.magnitude * clipping
+            held.factor = product(held.factor)
+        multiply_gradients(others, clipping)
     return total

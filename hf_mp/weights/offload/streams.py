@@ -1,4 +1,4 @@
-"""Queues of work on a device, and the events between them: all that is asynchronous in this folder."""
+"""Queues of work on a device, and the events between them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-# A queue runs its work in order. Two queues run in any order that no event forbids.
+# Each queue runs its work in order; only events order the work of two.
 QUEUES = COMPUTE, INBOUND, OUTBOUND = "compute", "host to device", "device to host"
 
 
 class Streams:
-    """The queues of a device on which work is finished when a call returns, as on a CPU.
+    """Queues of a device on which work is finished when a call returns, as on a CPU.
 
-    Code that is not passed to :meth:`run` is work of the compute queue.
+    Other code than that of :meth:`run` is work of the compute queue.
     """
 
     def run(self, queue: str, work: Callable[[], None]) -> None:
@@ -23,23 +23,23 @@ class Streams:
         work()
 
     def record(self, queue: str) -> Any:
-        """An event that is complete when all work is done that ``queue`` has now."""
+        """Return an event that is complete when all present work of ``queue`` is done; None if it is."""
         return None
 
     def wait(self, queue: str, event: Any) -> None:
-        """Have later work of ``queue`` wait for ``event``; None for an event that is complete."""
+        """Have later work of ``queue`` wait for ``event``, if it is not None."""
 
     def enter(self) -> None:
-        """Called before code that is not passed to :meth:`run` reads results of the compute queue."""
+        """Called before other code reads results of the compute queue."""
 
     def synchronize(self) -> None:
-        """Have the host wait until all copies are done."""
+        """Have the host wait for all copies."""
 
 
 class DeviceStreams(Streams):
-    """The queues of a GPU: its current stream, and one stream for each direction of the bus."""
+    """Queues of a GPU: its current stream, and one stream for each direction of the bus."""
 
-    # torch.Stream and torch.accelerator: those of torch.cuda take the host five to ten times as long.
+    # Those of torch.cuda take five to ten times the host time of torch.Stream and torch.accelerator.
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._copies = device, {queue: torch.Stream(device) for queue in (INBOUND, OUTBOUND)}
@@ -64,5 +64,4 @@ class DeviceStreams(Streams):
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The queues of ``device``."""
     return Streams() if device.type in ("cpu", "meta") else DeviceStreams(device)

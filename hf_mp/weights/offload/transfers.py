@@ -1,4 +1,4 @@
-"""``Transfers``: moves data between slabs in host memory and a device, through two windows on the device."""
+"""``Transfers``: copies between slabs in host memory and two windows on a device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hf_mp.weights.offload.streams import COMPUTE, INBOUND, OUTBOUND, Streams
 
 WINDOW_BYTES = 2**28  # of each window, at most, if no single tensor needs more
 _LEAST_BYTES = 2**20  # of each window, if WINDOW_BYTES allows it
-_CHUNKS = 8  # at least, of what passes through the windows: both have at most a quarter of it
+_CHUNKS = 8  # at least: both windows together have at most a quarter of the copied bytes
 ALIGNED_BYTES = 512  # a multiple of ALIGNED elements of each dtype, and of the alignment of CUDA's allocator
 
 
 def window_bytes_for(moved_bytes: int) -> int:
-    """The size of a window for so many bytes that pass through both: small models get small windows."""
+    """Return the size of a window, if ``moved_bytes`` pass through both."""
     return min(WINDOW_BYTES, max(_LEAST_BYTES, moved_bytes // _CHUNKS))
 
 
@@ -27,72 +27,70 @@ class Transfers:
     """Two windows, and the order of all work that uses them or the slabs.
 
     Attributes:
-        written: the event after which all slabs have what :meth:`write` copied to them.
+        written: the event after which the copies of :meth:`write` are complete.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self.streams, self.device, self.window_bytes = streams, device, 0
         self.windows: list[Tensor] = []  # bytes
         self.written: Any = None
-        # Events of each window: what was copied in is there; nothing that was queued uses it any more.
+        # Events of each window: copies to it are complete; all work that uses it is complete.
         self._filled: list[Any] = [None, None]
         self._free: list[Any] = [None, None]
-        self._filling, self._used_bytes = 0, 0  # the window that write() fills, and how much of it is full
+        self._filling, self._used_bytes = 0, 0  # the window that write() fills, and its bytes in use
 
     def grow(self, window_bytes: int) -> None:
-        """Have windows of at least so many bytes."""
+        """Make windows of at least ``window_bytes``."""
         if window_bytes > self.window_bytes:
             self.streams.synchronize()
             self.window_bytes = window_bytes
             self.windows.clear()  # before there are larger ones
             self.windows += [torch.empty(window_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
-            # The allocator gives memory that earlier work of the compute queue may still use.
+            # Earlier work of the compute queue may still use this memory.
             self._free = [self.streams.record(COMPUTE)] * 2
 
     def stream(self, chunks: Sequence[Any], work: Callable[[Any], None]) -> None:
-        """Copy each chunk into a window, run ``work`` on it there, and write it back; returns when all is written.
+        """Copy each chunk into a window, run ``work`` on it there, and write it back; return when all is written.
 
-        ``chunk.place(window)`` returns parts of slabs, the parts of ``window`` that they are copied to, and how many of
-        them are written back: those that come first.
+        ``chunk.place(window)`` as :meth:`hf_mp.weights.offload.chunks.Chunk.place`.
         """
-        streams, placed = self.streams, []
+        streams, written_back = self.streams, []
         self._used_bytes = self.window_bytes  # write() has to wait for a window again
         streams.wait(INBOUND, self.written)
 
         def copy_in(number: int) -> None:
-            place = number % 2
-            slabs, inside, written = chunks[number].place(self.windows[place])
-            placed.append((slabs[:written], inside[:written]))
-            streams.wait(INBOUND, self._free[place])
+            window = number % 2
+            slabs, inside, written = chunks[number].place(self.windows[window])
+            written_back.append(_copying(slabs[:written], inside[:written]))
+            streams.wait(INBOUND, self._free[window])
             streams.run(INBOUND, _copying(inside, slabs))
-            self._filled[place] = streams.record(INBOUND)
+            self._filled[window] = streams.record(INBOUND)
 
         try:
             for number, chunk in enumerate(chunks):
                 # One ahead, because the host may wait for the device in ``work``.
-                for ahead in range(len(placed), min(number + 2, len(chunks))):
+                for ahead in range(len(written_back), min(number + 2, len(chunks))):
                     copy_in(ahead)
                 streams.wait(COMPUTE, self._filled[number % 2])
                 streams.run(COMPUTE, partial(work, chunk))
                 streams.wait(OUTBOUND, streams.record(COMPUTE))
-                streams.run(OUTBOUND, _copying(*placed[number]))
+                streams.run(OUTBOUND, written_back[number])
                 self._free[number % 2] = streams.record(OUTBOUND)
         finally:
-            # Other code (checkpoints, schedulers) reads the optimizer's state at any time, on a host that waits for no
-            # stream. On a GPU this costs the way back of the last chunk.
+            # Other code (checkpoints, schedulers) reads the optimizer's state without waiting for a stream. On a GPU
+            # this takes the time of the last copy.
             streams.synchronize()
 
     def write(self, source: Tensor, slabs: Sequence[Tensor], fill: Callable[..., None]) -> Any:
-        """Copy ``source``, flat and on the device, to flat parts of ``slabs``; it may be freed when this returns.
+        """Copy ``source``, flat and on the device, to flat ``slabs``; it may be freed when this returns.
 
-        ``fill(part, *inside)`` writes a part of ``source`` to what is then copied to each of the slabs. Returns the
-        event for :meth:`read`.
+        ``fill(part, *inside)`` writes a part of ``source`` to a window. Returns the event for :meth:`read`.
         """
         streams = self.streams
-        width = sum(slab.element_size() for slab in slabs)
-        most = (self.window_bytes - len(slabs) * ALIGNED_BYTES) // width // ALIGNED * ALIGNED
-        for begin in range(0, source.numel(), most):
-            part = source[begin : begin + most]
+        element_bytes = sum(slab.element_size() for slab in slabs)
+        most_elements = (self.window_bytes - len(slabs) * ALIGNED_BYTES) // element_bytes // ALIGNED * ALIGNED
+        for begin in range(0, source.numel(), most_elements):
+            part = source[begin : begin + most_elements]
             inside = self._place(part.numel(), slabs)
             streams.run(COMPUTE, partial(fill, part, *inside))
             streams.wait(OUTBOUND, streams.record(COMPUTE))
@@ -101,7 +99,7 @@ class Transfers:
         return self.written
 
     def _place(self, elements: int, slabs: Sequence[Tensor]) -> list[Tensor]:
-        """Room in a window for so many elements of the dtype of each of ``slabs``."""
+        """Return parts of a window for ``elements`` of each dtype of ``slabs``."""
         sizes = [elements * slab.element_size() for slab in slabs]
         if self._used_bytes + sum(padded(size, ALIGNED_BYTES) for size in sizes) > self.window_bytes:
             self._filling, self._used_bytes = 1 - self._filling, 0
@@ -113,7 +111,7 @@ class Transfers:
         return inside
 
     def read(self, targets: list[Tensor], slabs: list[Tensor], written: Any) -> None:
-        """Copy ``slabs`` to ``targets`` on the device, for work of the compute queue, once ``written`` is complete."""
+        """Copy ``slabs`` to ``targets`` on the device in the compute queue, after the event ``written``."""
         self.streams.wait(COMPUTE, written)
         self.streams.run(COMPUTE, _copying(targets, slabs))
         self.streams.enter()
