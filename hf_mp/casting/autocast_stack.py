@@ -22,42 +22,37 @@ class _ThreadState(threading.local):
         self.backward: CustomBackward | None = None  # innermost running backward of a custom autograd function
 
 
-# torch's stack of modes is not enough: it lacks an autocast while that makes a call, and a disabled one always.
+# torch's stack of modes lacks disabled autocasts, and an autocast that makes a call.
 state = _ThreadState()
 
 
 def active_autocast() -> Mode | None:
-    """Return the innermost autocast of this thread, enabled or not; None if there is none."""
+    """Return the innermost autocast of this thread, enabled or not, or None."""
     return state.active[-1] if state.active else None
 
 
 def enter_disabled_region(enabled: bool) -> bool:
-    """Enter a nested autocast for a ``torch.autocast(enabled=...)`` of user code.
-
-    Args:
-        enabled: whether that enables torch's autocast.
+    """Enter a nested autocast for a ``torch.autocast(enabled=enabled)`` of user code.
 
     Returns:
-        True if an autocast-disabled region was entered: the caller ends it with :func:`exit_disabled_region` or its
-            ``__exit__``. False if no autocast of hf_mp is active: the caller enters torch's.
+        True if a region was entered: the caller ends it with :func:`exit_disabled_region` or its ``__exit__``. False if
+            no autocast of hf_mp is active: the caller enters torch's.
 
     Raises:
         RuntimeError: if torch's autocast would be active inside hf_mp's.
     """
-    ours = active_autocast()
-    entered: Mode | None = None
-    if state.backward is not None and (ours is None or enabled):
-        # torch.amp.custom_bwd, or a checkpoint implementation, restores the autocast state of the forward.
-        entered = state.backward.autocast_for(enabled)
-    if entered is None:
-        if ours is None:
-            return False
+    active, backward = active_autocast(), state.backward
+    region: Mode | None = None
+    if backward is not None and (active is None or enabled):
+        # torch.amp.custom_bwd and checkpoints restore the autocast state of the forward.
+        region = backward.autocast_for(enabled)
+    if region is None and active is not None:
         if enabled:
             raise RuntimeError(BOTH_ACTIVE)
-        entered = ours.nested_autocast()
-    # Not `with`: the exit of the torch.autocast ends the region.
-    entered.__enter__()
-    return True
+        region = active.nested_autocast()
+    if region is not None:
+        region.__enter__()  # not `with`: the exit of the torch.autocast ends the region
+    return region is not None
 
 
 def exit_disabled_region() -> None:

@@ -14,9 +14,9 @@ from hf_mp.casting.tables import CastRule, called_name
 
 
 class ObservedCall(NamedTuple):
-    """An intercepted torch call that was not made yet."""
+    """An intercepted torch call, to be made."""
 
-    module: str  # name of the innermost observed module; empty outside modules
+    module: str  # innermost observed module; empty outside modules
     mode: Mode
     entry: PlanEntry
     func: Callable[..., Any]
@@ -25,11 +25,11 @@ class ObservedCall(NamedTuple):
 
     @property
     def name(self) -> str | None:
-        """Name of the op in the tables, otherwise of the function; None for attributes (``.shape``)."""
+        """Name of the op or function; None for attributes (``.shape``)."""
         return called_name(self.func) if self.entry.rule is CastRule.UNLISTED else self.entry.name
 
     def make(self, func: Callable[..., Any] | None = None) -> Any:
-        """Make the call as the autocast would; ``func`` replaces the function."""
+        """Make the call as the autocast would, of ``func`` if given."""
         return self.mode.apply(self.entry, func or self.func, self.args, self.kwargs)
 
 
@@ -45,11 +45,11 @@ def observe_calls(
     """Call ``entered`` and ``left`` around each module, and ``called`` in place of each torch call in ``mode``.
 
     Args:
-        modules: modules by name.
-        mode: an autocast, or None (default) to intercept no torch calls.
+        modules: by name.
+        mode: None (default) intercepts no torch calls.
         called: ``called(call)`` must make the call and return its result.
-        entered: ``entered(name, args, kwargs)``, before the forward of a module.
-        left: ``left(name, output)``, after the forward; ``output`` is None if it raised.
+        entered: ``entered(name, args, kwargs)``.
+        left: ``left(name, output)``; ``output`` is None if the forward raised.
     """
     running: list[str] = []  # innermost last
 
@@ -74,7 +74,7 @@ def observe_calls(
             exits.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             exits.enter_context(module.register_forward_hook(functools.partial(leave, name), always_call=True))
         if mode is not None:
-            # With two observers, the inner one makes the calls, and the outer one is restored at the end.
+            # An inner observer replaces the outer one until it ends.
             exits.callback(setattr, mode, "call_override", mode.call_override)
             mode.call_override = observe
         yield

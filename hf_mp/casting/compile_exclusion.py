@@ -1,7 +1,7 @@
 """Decorators that exclude functions from torch.compile.
 
 Autocast is compiled inside other code only. After a graph break ops run eagerly, and the compiler would compile each
-call of the mode as a function, in which a composite confuses its variables.
+call of the mode, where it fails at composites.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_mp._warnings import warn_caller
 
-# This marks the code. torch.compiler.disable would add a frame to each call of the mode.
+# torch.compiler.disable would add a frame to each call of the mode.
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 except ImportError:
@@ -39,15 +39,11 @@ def uncompiled(function: Any) -> Any:
 
 
 def disable_compile(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return ``torch.compiler.disable(recursive=False, reason=reason)``, without a new check in each call.
-
-    ``reason`` is part of the error of ``fullgraph=True``.
-    """
+    """Return ``torch.compiler.disable(recursive=False, reason=reason)``, without a new check in each call."""
 
     def disable(function: Callable[..., Any]) -> Callable[..., Any]:
         _pass_by(function, with_calls=False)  # type: ignore[arg-type]
-        disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=False, reason=reason)
-        return disabled
+        return torch.compiler.disable(function, recursive=False, reason=reason)
 
     return disable
 
@@ -56,7 +52,7 @@ def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile compiles a part of ``model`` or its caller."""
     if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in model.modules()):
         return True
-    # torch has no public API for a compiled caller, only Dynamo's frames.
+    # torch has no public API. Dynamo has frames around compiled callers, and around torch.compiler.disable.
     callers = (frame.f_code for frame, _ in traceback.walk_stack(None))
-    dynamo = (code.co_qualname for code in callers if code.co_filename.endswith("_dynamo/eval_frame.py"))
-    return any("DisableContext" not in name for name in dynamo)
+    of_dynamo = (code for code in callers if code.co_filename.endswith("_dynamo/eval_frame.py"))
+    return any("DisableContext" not in code.co_qualname for code in of_dynamo)

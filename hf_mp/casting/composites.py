@@ -1,7 +1,7 @@
 """Python functions of torch, decomposed so that autocast intercepts the ops inside.
 
-``torch.nn.functional.multi_head_attention_forward`` and similar functions first check whether a torch function mode
-handles the whole call. A decomposed function has the same code, but that check returns False.
+``torch.nn.functional.multi_head_attention_forward`` and others first check whether a torch function mode handles the
+call. In a decomposed function that check returns False.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ def _return_false(*args: Any) -> bool:
 
 
 def _decomposed(function: types.FunctionType) -> Callable[..., Any]:
-    """Return a copy of ``function`` in which each check for a mode returns False."""
     decomposed = types.FunctionType(
         function.__code__,
         {**function.__globals__, **dict.fromkeys(_MODE_CHECKS, _return_false)},
@@ -48,7 +47,7 @@ def _find_composites() -> dict[Callable[..., Any], Callable[..., Any]]:
         function: _decomposed(function)
         for module in (torch.nn.functional, torch.masked._ops, torch._lowrank, torch._lobpcg)
         for name, function in vars(module).items()
-        # Functions without the check are included: torch.compile puts them into its graph as a whole.
+        # Functions without the check too: torch.compile puts them into its graph as a whole.
         if isinstance(function, types.FunctionType) and function.__globals__ is vars(module)
         if not name.startswith("_") and name not in leaves
     }

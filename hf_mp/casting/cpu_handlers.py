@@ -20,26 +20,26 @@ from hf_mp.kernels.transforms import is_compiling_or_transforming
 
 
 def through_fp32(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an op in FP32 on a CPU that lacks it in the mode's dtype; on other devices, in the mode's dtype."""
+    """Run an op in FP32 on a CPU that lacks it in the mode's dtype."""
     first = next(tensors_in((args, kwargs)), None)
     is_on_cpu = first is not None and first.device.type == "cpu"
     if kwargs.get("out") is not None or not is_on_cpu:
         return lower_precision(mode, name, func, args, kwargs)
     is_small = not is_compiling_or_transforming() and are_small(args, kwargs)
-    call = None if is_small else parse_matmul(name, func, args, kwargs)
-    if call is not None:
-        return _multiply(mode, call, native=False)
+    matmul = None if is_small else parse_matmul(name, func, args, kwargs)
+    if matmul is not None:
+        return _multiply(mode, matmul, native=False)
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
-    found = read_attention(args, kwargs) if func in ATTENTION else None
-    # Few operands can have many scores, which torch would save.
-    if found is not None and (not is_small or score_count(found.query, found.key) > upcast.SMALL_ELEMENTS):
-        return attend(found)
+    call = read_attention(args, kwargs) if func in ATTENTION else None
+    # torch would save the scores, which are many even for small operands.
+    if call is not None and (not is_small or score_count(call.query, call.key) > upcast.SMALL_ELEMENTS):
+        return attend(call)
     return run_through_fp32(func, args, kwargs, mode.dtype, is_small=is_small)
 
 
 def native_product(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a matmul that the CPU supports; :func:`multiply` writes the gradient of a large weight."""
-    # Most weights are small. To check the size first costs the host less than to parse the call.
+    # Most weights are small, and to parse the call costs more.
     position = WEIGHT_POSITIONS[name]
     if is_expert_linear(name, args) and not is_compiling_or_transforming():
         args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
@@ -61,18 +61,18 @@ def native_grouped_mm(mode: Mode, name: str, func: Callable[..., Any], args: Any
 def native_attention(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run attention on a CPU that multiplies in 16 bits.
 
-    :func:`attend` runs many scores, in blocks. Fewer run in torch's flash kernel, in FP32 unless AMX makes BF16 faster.
-    Without a flash kernel, torch's own attention runs.
+    :func:`attend` computes many scores with dropout. Without dropout torch's flash kernel runs, in FP32 unless AMX
+    makes BF16 faster. Otherwise torch's own attention runs.
     """
     args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
     min_scores = attention.OWN_SCORES
     has_dropout = len(args) > 4 and args[4]
-    # With dropout there is no flash kernel. Few scores go to torch before the call is parsed, which costs more.
+    # To parse the call costs more.
     if has_dropout and type(args[0]) is type(args[1]) is Tensor and score_count(*args[:2]) < min_scores:
         return func(*args, **kwargs)
-    found = read_attention(args, kwargs)
-    if found is not None and score_count(found.query, found.key) >= min_scores:
-        return attend(found)
+    call = read_attention(args, kwargs)
+    if call is not None and score_count(call.query, call.key) >= min_scores:
+        return attend(call)
     is_fast_in_bf16 = attention.HAS_AMX and mode.dtype is torch.bfloat16
     if is_compiling_or_transforming() or is_fast_in_bf16 or not has_flash(*args, **kwargs):
         return func(*args, **kwargs)
@@ -92,18 +92,17 @@ _IN_TRAINING = {
 
 
 def upcast_plan(plan: Plan, only: str = "") -> Plan:
-    """Return ``plan`` with its lower-precision ops run in FP32, if their name contains ``only``."""
+    """Return ``plan`` with lower-precision ops run in FP32, if their name contains ``only``."""
     names = [entry.name for entry in plan.values() if only in entry.name]
     return _with_handlers(plan, dict.fromkeys(names, through_fp32))
 
 
 def training_plan(plan: Plan) -> Plan:
-    """Return ``plan`` with the CPU's training handlers, for large weights and attention."""
+    """Return ``plan`` with the CPU's handlers of large weights and attention for training."""
     return _with_handlers(plan, _IN_TRAINING)
 
 
 def _with_handlers(plan: Plan, handlers: Mapping[str, Callable[..., Any]]) -> Plan:
-    """Replace handlers of lower-precision ops in ``plan`` by ``handlers``, which has op names as keys."""
     replaced = {
         func: entry._replace(handler=handlers[entry.name])
         for func, entry in plan.items()

@@ -33,10 +33,10 @@ def custom_fwd(
 
     Args:
         forward: the static method, for use as ``@custom_fwd`` without arguments.
-        device_type: has no effect; accepted as in torch. Default None.
+        device_type: has no effect; default None.
         cast_inputs: None (default) runs ``forward`` in the active autocast. A dtype casts floating inputs other than
-            FP64 to it, also in dictionaries, sequences and generators, and runs ``forward`` with autocast off. Without
-            an active autocast it has no effect.
+            FP64 to it, also in containers and generators, and runs ``forward`` with autocast off. It has no effect
+            without an active autocast.
 
     Raises:
         TypeError: if ``cast_inputs`` is not a dtype.
@@ -49,7 +49,7 @@ def custom_fwd(
     @functools.wraps(forward)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         active = active_autocast()
-        # Stored on ctx, as in torch.amp: on CUDA, backward runs in a thread without an active autocast.
+        # On ctx, as in torch.amp: on CUDA, backward runs in a thread without an active autocast.
         ctx._hf_mp_autocast = active
         if active is None or not active.enabled or cast_inputs is None:
             return forward(ctx, *args, **kwargs)
@@ -62,13 +62,13 @@ def custom_fwd(
 
 
 def custom_bwd(backward: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
-    """Decorate the ``backward`` of a ``torch.autograd.Function``: it runs in the autocast of its forward.
+    """Decorate the ``backward`` of a ``torch.autograd.Function`` to run in the autocast of its forward.
 
-    The equivalent of ``torch.amp.custom_bwd``; decorate the ``forward`` with :func:`custom_fwd`.
+    The equivalent of ``torch.amp.custom_bwd``, for use with :func:`custom_fwd`.
 
     Args:
         backward: the static method, for use as ``@custom_bwd`` without arguments.
-        device_type: has no effect; accepted as in torch. Default None.
+        device_type: has no effect; default None.
     """
     if backward is None:
         return functools.partial(custom_bwd, device_type=device_type)

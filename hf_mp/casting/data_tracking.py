@@ -1,4 +1,4 @@
-"""``DataTrackedParameter``: a parameter that counts the writes that its version counter does not."""
+"""``DataTrackedParameter``: a parameter that counts writes through ``.data``, which its version counter does not."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from hf_mp._warnings import warn_caller
 from hf_mp.casting.autocast_stack import state
 from hf_mp.kernels.tensors import is_shared
 
-_DATA: Any = Tensor.data  # the property itself, which the class below overrides
+_DATA: Any = Tensor.data
 
 
 class DataTrackedParameter(nn.Parameter):
-    """A parameter that notices writes through ``.data``.
+    """A parameter that counts accesses to ``.data`` (by EMA libraries, manual surgery).
 
-    In-place writes raise a tensor's version counter, but not those through ``parameter.data`` (EMA libraries, manual
-    surgery). Each read of ``.data`` hands out an alias; from then on, and for as long as anything shares the memory
-    (the alias, a view or a NumPy array made of it), the value may change unseen.
+    Writes through ``.data`` do not raise the version counter. They are possible as long as a result of ``.data``, or a
+    view or NumPy array of one, shares the memory.
     """
 
     _data_was_exposed: bool = False
@@ -35,7 +34,7 @@ class DataTrackedParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         self._data_was_exposed = True
-        self.note_unseen_write()  # memory that is freed may come back at the address of the old value
+        self.note_unseen_write()  # the new value may have the address of the old one
         _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -50,16 +49,13 @@ class DataTrackedParameter(nn.Parameter):
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def note_unseen_write(self) -> None:
-        """Count a write that may leave no trace. A forward that runs no longer uses the working copy."""
+        """Count a possible write. A running forward no longer uses the working copy."""
         self._unseen_writes += 1
         if (forward := state.forward) is not None and forward.weights is not None:
             forward.weights.slots.invalidate(self)
 
     def count_unseen_writes(self) -> int:
-        """Return a number that is larger than before if the value may have changed unseen.
-
-        It may have changed if ``.data`` was read or set, or if the tensor, view or array made of that still exists.
-        """
+        """Return a number that is larger than before if the value may have changed unseen."""
         if self._data_was_exposed:
             self._data_was_exposed = is_shared(self)
             self._unseen_writes += 1
@@ -70,7 +66,7 @@ _OWN = ("_data_was_exposed", "_unseen_writes")
 
 
 def allow_foreach_optimizers(kind: type[nn.Parameter]) -> None:
-    """Have torch's optimizers use their multi-tensor implementations for parameters of ``kind`` as well."""
+    """Make torch's optimizers use multi-tensor kernels for parameters of ``kind``."""
     types = getattr(optimizers, "_foreach_supported_types", None)
     if types is None:
         warn_caller("torch.optim has no _foreach_supported_types: optimizers update tensor by tensor, which is slower")
@@ -79,17 +75,15 @@ def allow_foreach_optimizers(kind: type[nn.Parameter]) -> None:
 
 
 def track_data_writes(parameter: nn.Parameter) -> None:
-    """Detect writes through ``parameter.data`` from now on. Subclasses of ``nn.Parameter`` stay unchanged."""
+    """Count accesses to ``parameter.data``, unless it is of a subclass of ``nn.Parameter``."""
     if type(parameter) is nn.Parameter:
-        # torch.optim checks the exact class of parameters before it uses multi-tensor kernels.
         allow_foreach_optimizers(DataTrackedParameter)
         parameter.__class__ = DataTrackedParameter
-        # A parameter within a larger buffer is written through that, as FSDP does.
+        # A parameter in a larger buffer is written through the buffer, as in FSDP.
         parameter._data_was_exposed = is_shared(parameter)  # type: ignore[attr-defined]
 
 
 def untrack_data_writes(parameter: nn.Parameter) -> None:
-    """Make a tracked parameter an ordinary ``nn.Parameter`` again."""
     if type(parameter) is DataTrackedParameter:
         for name in _OWN:
             parameter.__dict__.pop(name, None)
@@ -97,8 +91,9 @@ def untrack_data_writes(parameter: nn.Parameter) -> None:
 
 
 def version_and_address(tensor: Tensor) -> tuple[int, int, int]:
-    """Version (-1 for none), address and count of unseen writes, by which a later call detects most writes."""
+    """Return the version (-1 for none), address and count of unseen writes. Most writes change one."""
     unseen = 0
     if type(tensor) is DataTrackedParameter:
         unseen = tensor.count_unseen_writes() if tensor._data_was_exposed else tensor._unseen_writes
-    return -1 if tensor.is_inference() else tensor._version, tensor.data_ptr(), unseen
+    version = -1 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr(), unseen

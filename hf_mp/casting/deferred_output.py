@@ -16,7 +16,7 @@ DEFERRED_ELEMENTS = 2**20  # smaller outputs are cast at once
 
 
 def can_defer_casts(outputs: Any) -> bool:
-    """Return whether the large tensors in ``outputs`` may stay unread, because its first entry is a loss."""
+    """Return whether the first of ``outputs`` is a loss; large tensors after it may stay unread."""
     if isinstance(outputs, Mapping):
         first = outputs.get("loss")
     else:
@@ -25,7 +25,6 @@ def can_defer_casts(outputs: Any) -> bool:
 
 
 def can_be_deferred(output: Tensor) -> bool:
-    """Return whether ``output`` is large, 16-bit, and an ordinary tensor (or the fake tensor of an estimate)."""
     is_large = output.numel() >= DEFERRED_ELEMENTS
     return is_large and output.dtype in LOWER_PRECISION_DTYPES and is_ordinary(output)
 
@@ -33,14 +32,13 @@ def can_be_deferred(output: Tensor) -> bool:
 class DeferredOutput(Tensor):
     """An FP32 tensor with the values of an FP16/BF16 one, cast by the first operation that needs them.
 
-    A training loop reads the loss and not the logits, and their cast costs more than a layer of GPT-2. Shape, dtype,
-    device and graph exist from the start. Every operation returns an ordinary tensor.
+    A training loop does not read the logits, and their cast costs more than a layer of GPT-2.
     """
 
     _source: Tensor
     _value: Tensor | None
 
-    # torch's default would convert the ordinary results of __torch_dispatch__ to this class.
+    # torch's default would convert results to this class.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -49,8 +47,7 @@ class DeferredOutput(Tensor):
             cls, source.shape, strides=source.stride(), dtype=torch.float32, device=source.device
         )
         torch._C._set_throw_on_mutable_data_ptr(wrapper)  # extensions would read at address 0
-        # Detached: the wrapper itself is part of the graph.
-        wrapper._source = source.detach()
+        wrapper._source = source.detach()  # the wrapper is part of the graph
         wrapper._value = None
         return wrapper
 
@@ -58,21 +55,18 @@ class DeferredOutput(Tensor):
         """Return the FP32 values, detached; the same tensor each time."""
         if self._value is None:
             self._value = self._source.to(torch.float32)
-            # Both tensors would take six bytes a logit.
-            del self._source
+            del self._source  # both tensors would take six bytes a logit
         return self._value
 
     def data_ptr(self) -> int:
-        """Return ``Tensor.data_ptr`` of the FP32 values, which Triton kernels read."""
+        """Return the address of the FP32 values, for Triton kernels."""
         return self.value().data_ptr()
 
-    # torch raises for these two on a wrapper subclass, which has no storage.
+    # torch raises in these two for a subclass without storage.
     def numpy(self, *, force: bool = False) -> Any:
-        """As ``Tensor.numpy``."""
         return self.clone().numpy(force=force)
 
     def tolist(self) -> Any:
-        """As ``Tensor.tolist``."""
         return self.detach().tolist()
 
     @classmethod
@@ -83,9 +77,8 @@ class DeferredOutput(Tensor):
             lambda one: one.value() if isinstance(one, cls) else one, (args, dict(kwargs or {}))
         )
         result = func(*values, **named)
-        if func._schema.is_mutable and args and result is values[0]:  # type: ignore[attr-defined]
-            return args[0]  # in-place operations return their first argument
-        return result
+        is_in_place = func._schema.is_mutable and args and result is values[0]  # type: ignore[attr-defined]
+        return args[0] if is_in_place else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)

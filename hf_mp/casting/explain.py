@@ -29,11 +29,11 @@ class ExplainedOp:
     """Calls of one op in one module with the same rule and dtypes.
 
     Attributes:
-        module: name of the innermost module that made the call; empty outside modules.
+        module: name of the innermost module; empty outside modules.
         op: name of the op.
         rule: the table or rule that was applied, for example ``"lower precision"``; ``"unlisted"`` if none applies.
         inputs: dtypes of the floating inputs.
-        cast: dtypes that the op received; the same as ``inputs`` for an unlisted op.
+        cast: dtypes that the op received.
         outputs: dtypes of the floating results.
         count: number of calls.
     """
@@ -59,9 +59,9 @@ class Explanation:
             ran = _join_dtypes(op.cast) if op.cast != op.inputs else "same"
             rows.append((f"  {op.op}", op.rule, _join_dtypes(op.inputs), ran, _join_dtypes(op.outputs), str(op.count)))
         header, *lines = format_columns(rows).splitlines()
-        shown = [header]
-        for module, calls in itertools.groupby(zip(self.ops, lines, strict=True), key=lambda pair: pair[0].module):
-            shown += [module or "outside of any module", *(line for _, line in calls)]
+        shown, lines_left = [header], iter(lines)
+        for module, ops in itertools.groupby(self.ops, key=lambda op: op.module):
+            shown += [module or "outside of any module", *(next(lines_left) for _ in ops)]
         return "\n".join(shown)
 
 
@@ -86,52 +86,44 @@ def explain(
         inputs: its positional arguments.
         dtype, tables, rules: as for :class:`autocast`; no effect for an attached model.
         kwargs: its keyword arguments.
-
-    Returns:
-        An :class:`Explanation`: prints as a table; its rows are in ``.ops``.
     """
     model = function if isinstance(function, nn.Module) else None
     attached = getattr(getattr(function, "forward", None), "runtime", None)
     mode = autocast(dtype, tables=tables, rules=rules, model=model) if attached is None else attached.autocast
-    recorder = _Recorder()
+    counts: Counter[ExplainedOp] = Counter()
     modules = {} if model is None else dict(model.named_modules())
-    with observe_calls(modules, mode, recorder.record), mode if attached is None else nullcontext():
+    with observe_calls(modules, mode, functools.partial(_record, counts)), mode if attached is None else nullcontext():
         function(*inputs, **kwargs)
-    return recorder.explanation()
+    return Explanation(tuple(replace(op, count=count) for op, count in counts.items()))
 
 
-class _Recorder:
-    """Records the dtypes of each call that autocast intercepts."""
-
-    def __init__(self) -> None:
-        self._calls: Counter[ExplainedOp] = Counter()
-
-    def record(self, call: ObservedCall) -> Any:
-        """Make a call and record its dtypes."""
-        received: list[Any] = []
-
-        @functools.wraps(call.func)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            received.append((args, kwargs))
-            return call.func(*args, **kwargs)
-
-        inputs = cast = _dtypes((call.args, call.kwargs))
-        # The handlers of other rules choose the casts: wrap the function to record its arguments.
-        has_fixed_casts = call.entry.rule in (CastRule.UNLISTED, CastRule.LOWER_PRECISION)
-        result = call.make(None if has_fixed_casts else recorded)
+def _record(counts: Counter[ExplainedOp], call: ObservedCall) -> Any:
+    rule, inputs = call.entry.rule, _dtypes((call.args, call.kwargs))
+    if rule is CastRule.UNLISTED:
+        result, cast = call.make(), inputs
+    elif rule is CastRule.LOWER_PRECISION:
         # Also if the CPU computes in FP32, because the operands are rounded.
-        if call.entry.rule is CastRule.LOWER_PRECISION:
-            cast = len(inputs) * (_name(call.mode.dtype),)
-        elif received:  # if empty, a function of hf_mp replaced the op, and read the inputs unchanged
-            cast = _dtypes(received[0])
-        if outputs := _dtypes(result):  # attributes (`.shape`) and integer arithmetic have none
-            op = op_name(call.func) if call.entry.rule is CastRule.UNLISTED else call.entry.name
-            self._calls[ExplainedOp(call.module, op, call.entry.rule.value, inputs, cast, outputs)] += 1
-        return result
+        result, cast = call.make(), len(inputs) * (_name(call.mode.dtype),)
+    else:
+        result, cast = _result_and_casts(call, inputs)
+    if outputs := _dtypes(result):  # attributes (`.shape`) and integer arithmetic have none
+        op = op_name(call.func) if rule is CastRule.UNLISTED else call.entry.name
+        counts[ExplainedOp(call.module, op, rule.value, inputs, cast, outputs)] += 1
+    return result
 
-    def explanation(self) -> Explanation:
-        """Return the recorded calls."""
-        return Explanation(tuple(replace(op, count=count) for op, count in self._calls.items()))
+
+def _result_and_casts(call: ObservedCall, inputs: Dtypes) -> tuple[Any, Dtypes]:
+    """Make a call, and return its result and the dtypes after its casts."""
+    received: list[Dtypes] = []
+
+    @functools.wraps(call.func)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        received.append(_dtypes((args, kwargs)))
+        return call.func(*args, **kwargs)
+
+    result = call.make(recorded)
+    # Empty if a function of hf_mp replaced the op.
+    return result, received[0] if received else inputs
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -139,6 +131,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _dtypes(value: Any) -> Dtypes:
-    # The active autocast would record these reads as calls of the model.
+    # Otherwise the active autocast would record these reads.
     with torch._C.DisableTorchFunction():
         return tuple(_name(tensor.dtype) for tensor in tensors_in(value) if tensor.is_floating_point())

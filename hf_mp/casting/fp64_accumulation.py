@@ -23,20 +23,19 @@ def exact_plan(plan: Plan, tables: TableName) -> Plan:
     Raises:
         ValueError: if a rule leaves the dtypes of one of them unchanged.
     """
-    replaced = {}
-    matmuls = {func: name for func, (rule, name) in OPS[tables].items() if rule is CastRule.LOWER_PRECISION}
-    # Plans contain the op of Transformers only after its module is imported; OPS never do.
-    matmuls.update({func: entry.name for func, entry in plan.items() if entry.name in _GROUPED})
-    for func, name in matmuls.items():
+    exact = dict(plan)
+    lowered = {func: name for func, (rule, name) in OPS[tables].items() if rule is CastRule.LOWER_PRECISION}
+    # Transformers' op is in plans only.
+    grouped = {func: entry.name for func, entry in plan.items() if entry.name in _GROUPED}
+    for func, name in {**lowered, **grouped}.items():
         entry = plan[func]
         if entry.rule not in _HANDLERS:
             raise ValueError(
                 f"exact_generation=True sums {name} in FP64, and a rule keeps the dtypes it is called with: leave that "
                 "rule out, or make it 'fp32'"
             )
-        handler = _raise_for_grouped if name in _GROUPED else _HANDLERS[entry.rule]
-        replaced[func] = entry._replace(handler=handler)
-    return {**plan, **replaced}
+        exact[func] = entry._replace(handler=_raise_for_grouped if name in _GROUPED else _HANDLERS[entry.rule])
+    return exact
 
 
 def sum_in_fp64(
@@ -44,9 +43,8 @@ def sum_in_fp64(
     dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
     """Run a lower-precision op in FP64, with operands and result in ``dtype``, by default that of ``mode``."""
-    dtype = mode.dtype if dtype is None else dtype
-    if (out := kwargs.get("out")) is not None:
-        # Operands are not rounded first, as in every call with `out`. Such calls (TRL's head) have no autograd.
+    dtype, out = mode.dtype if dtype is None else dtype, kwargs.get("out")
+    if out is not None:  # without autograd, as in TRL's head; operands are not rounded
         to_fp64 = functools.partial(map_tensors, lambda one: one.double() if one.dtype in CASTABLE else one)
         others = {key: to_fp64(value) for key, value in kwargs.items() if key != "out"}
         return out.copy_(call_unchanged(mode, name, func, tuple(map(to_fp64, args)), others))

@@ -27,25 +27,21 @@ _LOWER_PRECISION = CASTABLE - {torch.float32}
 def _call_in_dtype(
     dtype: torch.dtype | None, mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Make a call with eligible tensors in ``dtype``, by default the mode's. Most calls need no cast."""
+    """Make a call with eligible tensors in ``dtype``, by default the mode's."""
     # `out` has the caller's dtype, as under torch.autocast.
     if kwargs and kwargs.get("out") is not None:
         return call_unchanged(mode, name, func, args, kwargs)
     dtype = mode.dtype if dtype is None else dtype
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
-        if kind in _TENSORS:
-            if value.dtype is dtype:
-                continue
-        elif kind in _WITHOUT_TENSORS or is_shape(value):
-            continue
-        args, kwargs = cast_all(mode, dtype, args, kwargs)
-        break
+        needs_no_cast = value.dtype is dtype if kind in _TENSORS else kind in _WITHOUT_TENSORS or is_shape(value)
+        if not needs_no_cast:
+            args, kwargs = cast_all(mode, dtype, args, kwargs)
+            break
     return func(*args, **kwargs)
 
 
 def cast_all(mode: Mode, dtype: torch.dtype, args: Any, kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Return the arguments of a call with the eligible tensors in ``dtype``."""
     plain, cast = _WITHOUT_TENSORS, mode.cast
     cast_args = [arg if type(arg) in plain else cast(arg, dtype) for arg in args]
     if not kwargs:  # usually
@@ -54,7 +50,6 @@ def cast_all(mode: Mode, dtype: torch.dtype, args: Any, kwargs: Mapping[str, Any
 
 
 def is_shape(value: Any) -> bool:
-    """Return whether ``value`` is a tuple or list of integers: sizes, strides or dimensions."""
     return isinstance(value, (tuple, list)) and len(value) > 0 and type(value[0]) is int
 
 
@@ -68,13 +63,14 @@ fp32 = functools.partial(_call_in_dtype, torch.float32)
 
 def fp32_output(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a call with ``dtype=float32``, unless it passes a dtype."""
-    # The kernel reads 16 bits and accumulates in FP32. With the dtype of the result, the input needs no cast.
+    # The kernel reads 16 bits and accumulates in FP32, so the input needs no cast.
     first = args[0] if args else kwargs.get("input")
     if getattr(first, "dtype", None) not in _LOWER_PRECISION or kwargs.get("out") is not None:
         return call_unchanged(mode, name, func, args, kwargs)
-    while args and args[-1] is None:  # `softmax(x, -1, None)` passes no dtype by position
+    while args and args[-1] is None:  # `softmax(x, -1, None)` passes no dtype
         args = args[:-1]
-    if kwargs.get("dtype") is None and not any([isinstance(arg, torch.dtype) for arg in args]):
+    has_dtype = kwargs.get("dtype") is not None or any([isinstance(arg, torch.dtype) for arg in args])
+    if not has_dtype:
         kwargs = {**kwargs, "dtype": torch.float32}
     return call_unchanged(mode, name, func, args, kwargs)
 
@@ -84,13 +80,12 @@ def _has_fp32(value: Any) -> bool:
 
 
 def widest(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call of an op that needs operands of one dtype."""
     dtype = torch.float32 if _has_fp32((args, kwargs)) else mode.dtype
     return _call_in_dtype(dtype, mode, name, func, args, kwargs)
 
 
 def promote_if_fp32(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call of a region that ``mode`` does not cast: 16-bit weights are cast for FP32 activations."""
+    """Make a call without casts, except of 16-bit weights for FP32 activations."""
     if _has_fp32((args, kwargs)):
         return widest(mode, name, func, args, kwargs)
     return call_unchanged(mode, name, func, args, kwargs)
@@ -105,7 +100,7 @@ def _run_decomposed(mode: Mode, name: str, func: Callable[..., Any], args: Any, 
 
 
 def call_unchanged(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a call without casts, in a form that torch.compile supports."""
+    """Make a call without casts."""
     if is_dynamo_compiling() and func.__name__ in PYTHON_METHODS and isinstance(args[0], Tensor):
         return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     return func(*args, **kwargs)
@@ -113,7 +108,7 @@ def call_unchanged(mode: Mode, name: str, func: Callable[..., Any], args: Any, k
 
 UNCHANGED = PlanEntry(CastRule.UNLISTED, "", call_unchanged)  # for calls in no table
 
-# Handlers that make one call, which no mode needs to intercept.
+# These make one call, which no mode needs to intercept.
 WHOLE_CALLS = frozenset({call_unchanged, fp32, fp32_output})
 
 _HANDLERS: dict[CastRule, Callable[..., Any]] = {
@@ -128,5 +123,4 @@ _HANDLERS: dict[CastRule, Callable[..., Any]] = {
 
 
 def plan_of(ops: Mapping[Callable[..., Any], tuple[CastRule, str]]) -> Plan:
-    """Return a plan for ``ops``."""
     return {func: PlanEntry(rule, name, _HANDLERS[rule]) for func, (rule, name) in ops.items()}

@@ -1,7 +1,4 @@
-"""16-bit keys and values in Transformers' caches, in a forward without gradients.
-
-The patched caches check each forward, and change nothing if it has gradients.
-"""
+"""16-bit keys and values in Transformers' caches, in a forward without gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from hf_mp.casting.torch_patches import Patch, Patches
 
 
 def _write_to_cache(mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Write keys or values into a static cache; for an FP32 cache they are cast to FP32, which is exact."""
+    """Write keys or values into a static cache, cast to FP32 for an FP32 cache, which is exact."""
     if len(args) == 4:
         cache, dim, index, source = args
         if source.dtype is mode.dtype and cache.dtype is torch.float32:
@@ -36,21 +33,21 @@ CACHE_WRITES: Plan = dict.fromkeys(
 )
 
 
-# Rotary embeddings in FP32 produce FP32 keys, and a Transformers cache stores keys and values in the dtype of the first
-# keys. Attention would then cast the whole cache to 16 bits for each new token.
+# Rotary embeddings in FP32 produce FP32 keys, and a Transformers cache has the dtype of its first keys. Attention would
+# cast the whole cache to 16 bits for each new token.
 
 
 def lowers_attention(model: nn.Module | None) -> bool:
-    """Return whether tables or kernels run the attention of ``model`` in 16 bits. Flex attention needs one dtype."""
+    """Return whether the attention of ``model`` runs in 16 bits. Flex attention needs one dtype."""
     config = getattr(model, "config", None)
     # A model of vision and text has a configuration for each part.
-    configs = [config, *[getattr(config, name, None) for name in getattr(config, "sub_configs", ())]]
-    names = {getattr(one, "_attn_implementation", None) for one in configs} - {None}
-    return all([name in ("eager", "sdpa") or str(name).startswith("flash_attention") for name in names])
+    parts = [getattr(config, part, None) for part in getattr(config, "sub_configs", ())]
+    kinds = {getattr(one, "_attn_implementation", None) for one in (config, *parts)} - {None}
+    return all([kind in ("eager", "sdpa") or str(kind).startswith("flash_attention") for kind in kinds])
 
 
 def _update_kv_cache(original: Any) -> Any:
-    """Return a replacement for ``Cache.update`` that casts keys and values to 16 bits if the forward lowers caches."""
+    """Return a ``Cache.update`` that casts keys and values to 16 bits in a forward that lowers caches."""
 
     @functools.wraps(original)
     def update(cache: Any, /, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -70,5 +67,4 @@ _CACHE_PATCHES = Patches(
 
 
 def cache_patches() -> list[Patches]:
-    """Return the patches for attached models; none if Transformers' caches were not imported."""
     return [_CACHE_PATCHES] if _MODULE in sys.modules else []

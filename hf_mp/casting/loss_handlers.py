@@ -32,7 +32,6 @@ def planned_losses(plan: Mapping[Callable[..., Any], PlanEntry]) -> dict[Callabl
 def _cross_entropy(
     planned: Callable[..., Any], mode: autocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Compute the loss of a language model without FP32 logits and gradients of the whole batch."""
     if not kwargs and len(args) == 6 and not is_compiling_or_transforming():
         logits, labels, weight, reduction, ignore_index, smoothing = args
         is_plain = weight is None and not smoothing and reduction in _REDUCTIONS

@@ -40,9 +40,9 @@ _TRACKABLE = (nn.Parameter, DataTrackedParameter)
 ALLOWED_DTYPES = (*LOWER_PRECISION_DTYPES, torch.float32)
 
 
-# Outer autocasts apply these rules too. A constant, because an enum look-up costs as much as a small op.
+# Outer autocasts apply these too. A constant, because an enum look-up costs as much as a small op.
 ALWAYS_HELD = (CastRule.COMPOSITE, CastRule.UNLISTED)
-# Python functions that check for a mode, and the one op of the tables that each calls. _WITHOUT_OPS call none.
+# Functions that check for a mode, and the op of the tables that each calls. _WITHOUT_OPS call none.
 _OP_OF_FUNCTION = {getattr(F, name): getattr(torch, name) for name in ("layer_norm", "group_norm", "rms_norm")}
 _OP_OF_FUNCTION[F.cross_entropy] = torch._C._nn.cross_entropy_loss
 _WITHOUT_OPS = dict.fromkeys((F.dropout, F.embedding, F.silu, F.relu), UNCHANGED)
@@ -58,40 +58,35 @@ class _Explain:
     """Imports ``autocast.explain`` when it is read."""
 
     def __get__(self, mode: Any, kind: type) -> Callable[..., Any]:
-        explain: Callable[..., Any] = resolve_name("hf_mp.casting.explain:explain")
-        return explain
+        return resolve_name("hf_mp.casting.explain:explain")
 
 
 class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     """Run each op in the dtype that suits it: matmuls in ``dtype``, reductions and exponentials in FP32.
 
-    A context manager and a decorator, with the semantics of ``torch.autocast`` (torch's AMP documentation, "Autocast Op
-    Reference"): floating tensors other than FP64 are cast; in-place ops, ``out=`` and calls with ``dtype=`` are
-    unchanged. It can be nested, applies to the calling thread only, and is entered again when gradient checkpointing
-    recomputes its forward.
-
-    The arguments of ``torch.autocast`` work as well: ``autocast("cuda", torch.float16)``.
+    A context manager and a decorator, with the semantics and arguments of ``torch.autocast`` (torch's AMP
+    documentation, "Autocast Op Reference"): floating tensors other than FP64 are cast; in-place ops, ``out=`` and calls
+    with ``dtype=`` are unchanged. It applies to the calling thread and can be nested; gradient checkpointing recomputes
+    in it.
 
     Args:
-        device_type: the dtype, as in ``autocast(torch.float16)``, or a device, as in ``torch.autocast``, with its
-            default ``dtype`` and op lists. Tensors are cast on every device. ``"cuda"`` without CUDA warns and switches
-            autocast off, as in torch. Default None.
+        device_type: the dtype, as in ``autocast(torch.float16)``, or a device, as in ``autocast("cuda",
+            torch.float16)``, with its default ``dtype`` and op lists. Tensors are cast on every device. ``"cuda"``
+            without CUDA warns and switches autocast off, as in torch. Default None.
         dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered), or a name:
             ``"fp16"``, ``"bfloat16"``.
         enabled: False switches autocast off inside an outer one; default True.
-        cache_enabled: None (default) casts a trained weight once, and again when it changes. False casts it at each
-            use.
-        tables: op lists: torch's documented ones for ``"cuda"`` (default, on every device) or ``"cpu"``, or
-            ``"compact"``: those for CUDA without the FP32 copies that kernels do not need (softmax, RMSNorm in 16
-            bits).
+        cache_enabled: None (default) casts a trained weight when it changes, False at each use.
+        tables: op lists: torch's for ``"cuda"`` (default, on every device) or ``"cpu"``, or ``"compact"``: those for
+            CUDA without the FP32 copies that kernels do not need (softmax, RMSNorm in 16 bits).
         rules: user rules by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for example
             ``{torch.softmax: "unlisted", "lm_head": "fp32"}``; default none.
-        model: the model of the module names in ``rules``; default none, for rules by op only.
+        model: the model that ``rules`` by module name refer to; default none.
 
     Raises:
         TypeError: if ``dtype`` is no ``torch.dtype`` and no name of one, or the key of a rule is no torch function.
         ValueError: for another dtype, an unknown device, table set or rule, or a rule that matches no module.
-        RuntimeError: on entering, if ``torch.autocast`` is active: each would cast the results of the other.
+        RuntimeError: on entering, if ``torch.autocast`` is active.
     """
 
     module: nn.Module | None = None  # the module with a dtype rule that it runs, if any
@@ -116,46 +111,40 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         super().__init__()
         dtype, tables, enabled = _read_torch_arguments(device_type, dtype, tables, enabled)
         _check_settings(dtype, tables)
-        self.dtype = dtype
-        self.enabled = enabled
+        self.dtype, self.tables, self.enabled = dtype, tables, enabled
         self.cache_enabled = cache_enabled is not False
-        self.tables: TableName = tables
         self._plan = plan_for(tables, dtype) if enabled else {}
         self._module_rules: dict[str, ModuleRule] = {}  # in order: the last rule for a module applies
         self._ruled_modules: list[tuple[nn.Module, ModuleRule]] = []
         if rules and enabled:
-            ops, in_modules = parse_rules(rules, TABLES[tables])
-            self._plan, self.has_op_rules = with_rules(self._plan, ops, dtype), bool(ops)
-            self._add_module_rules(in_modules, model)
+            by_op, by_module = parse_rules(rules, TABLES[tables])
+            self._plan = with_rules(self._plan, by_op, dtype)
+            self.has_op_rules = bool(by_op)
+            self._add_module_rules(by_module, model)
         self._casts: dict[tuple[int, torch.dtype, bool], _CachedCast] = {}
-        self._tracked: list[nn.Parameter] = []  # by this autocast while it is active
+        self._tracked: list[nn.Parameter] = []  # until the outermost exit
         self._active_rules: list[ActiveRule] = []
-        self.call_override: Callable[..., Any] | None = None  # makes each call instead of apply(); see observe_calls
+        self.call_override: Callable[..., Any] | None = None  # of observe_calls: makes each call instead of apply()
 
     def _add_module_rules(self, rules: tuple[ModuleRule, ...], model: nn.Module | None) -> None:
-        """Add ``rules`` and match all rules against ``model``; a ValueError without a model."""
         if not rules:
             return
         if model is None:
             names = ", ".join(repr(rule.key) for rule in rules)
             raise ValueError(f"rules by module name ({names}) need the model to look them up in: model=...")
-        known = self._module_rules | {rule.key: rule for rule in rules}
-        self._ruled_modules, self._module_rules = match_modules(known.values(), model), known
+        all_rules = self._module_rules | {rule.key: rule for rule in rules}
+        self._ruled_modules = match_modules(all_rules.values(), model)
+        self._module_rules = all_rules
 
     def add_rules(self, rules: Mapping[str, str], model: nn.Module | None) -> None:
-        """Add rules by module. They apply from the next ``__enter__``.
-
-        A key with a rule gets the new one. Raises the errors of the constructor, and then changes nothing.
-        """
+        """Add or replace rules by module, from the next ``__enter__`` on. An error changes nothing."""
         self._add_module_rules(parse_rules(rules, TABLES[self.tables])[1], model)
 
     def has_rule_for(self, module: nn.Module | None) -> bool:
-        """Return whether a rule names ``module``."""
         return any([ruled is module for ruled, _ in self._ruled_modules])
 
     @property
     def fp32_modules(self) -> list[nn.Module]:
-        """Modules that run in FP32 because of a rule."""
         return [m for m, rule in self._ruled_modules if not rule.functions and rule.dtype is torch.float32]
 
     def __enter__(self) -> autocast:
@@ -163,19 +152,17 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             raise RuntimeError(
                 "torch.autocast is active: use either torch.autocast or hf_mp.autocast, not one inside the other"
             )
-        # The first entry adds the hooks of rules. It may be entered again inside itself.
         if self._ruled_modules and not self._active_rules:
             self._active_rules = [apply_rule(*ruled, self) for ruled in self._ruled_modules]
         if self.installs_patches:
             PATCHES.acquire()
         state.active.append(self)
         sync_innermost()
-        if self.receives_calls():  # otherwise the autocasts around it make all calls unchanged
+        if self.receives_calls():  # otherwise outer autocasts make calls unchanged
             super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        # In the opposite order of __enter__.
         if self.receives_calls():
             super().__exit__(*exc_info)
         state.active.pop()
@@ -192,14 +179,10 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
             self._active_rules = []
 
     def receives_calls(self) -> bool:
-        """Return whether torch passes each call to this mode."""
         return self.enabled
 
     def with_module_rules(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward`` wrapped so that it applies the rules of ``module``.
-
-        Needed for the outermost module only: its pre-hooks have run before this autocast was entered.
-        """
+        """Wrap ``forward`` to apply the rules of ``module``: its forward pre-hooks ran before ``__enter__``."""
         rules = [rule for rule in self._active_rules if rule.module is module]
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -214,29 +197,24 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return run if rules else forward
 
     def shortcut(self, func: Callable[..., Any], tensors: Sequence[Any]) -> PlanEntry | None:
-        """Return the plan entry to call ``func`` with all modes off, without its ``__torch_function__`` protocol.
-
-        None if a mode has to intercept the call, or a call inside ``func``.
-        """
+        """Return the plan entry to call ``func`` with all modes off; None if a mode has to intercept a call."""
         entry = self._plan.get(_OP_OF_FUNCTION.get(func, func)) or _WITHOUT_OPS.get(func)
-        if entry is None or entry.handler not in WHOLE_CALLS or self.call_override is not None or not self.is_alone:
+        if entry is None or entry.handler not in WHOLE_CALLS:
             return None
-        if not self.plain_types.issuperset(map(type, tensors)) or self.must_intercept_all():
-            return None
-        return entry
+        must_intercept = self.call_override is not None or not self.is_alone or self.must_intercept_all()
+        return None if must_intercept or not self.plain_types.issuperset(map(type, tensors)) else entry
 
     def must_intercept_all(self) -> bool:
-        """Return whether this autocast has to intercept each call."""
         return False
 
     @property
     def is_alone(self) -> bool:
         """Whether this is the only active torch function mode."""
-        # The public functions of torch.overrides copy the list of modes.
+        # Private: the functions of torch.overrides copy the list of modes.
         return torch._C._len_torch_function_stack() == 1 and torch._C._get_function_stack_at(0) is self
 
     def wrap_for_recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` wrapped to run in this autocast when gradient checkpointing recomputes it."""
+        """Wrap ``function`` to run in this autocast when gradient checkpointing recomputes it."""
         forward = state.forward
 
         def recompute(*args: Any, **kwargs: Any) -> Any:
@@ -248,9 +226,9 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return recompute
 
     def nested_autocast(self, module: nn.Module | None = None, dtype: torch.dtype | None = None) -> autocast:
-        """Return an autocast to enter inside this one, in ``dtype`` or disabled, while ``module`` runs if given."""
-        if self.sums_in_fp64:  # a disabled one would not intercept matmuls
-            dtype = dtype or torch.float32
+        """Return an autocast to enter inside this one, in ``dtype`` or disabled, for ``module`` if given."""
+        if self.sums_in_fp64 and dtype is None:  # a disabled autocast would not intercept matmuls
+            dtype = torch.float32
         nested = autocast(dtype or self.dtype, enabled=dtype is not None, tables=self.tables)
         nested.module = module
         if self.sums_in_fp64:
@@ -258,14 +236,14 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return nested
 
     def sum_in_fp64(self) -> None:
-        """Accumulate matmuls and attention in FP64, so that no bit depends on the number of rows."""
+        """Accumulate matmuls and attention in FP64: no bit depends on the number of rows."""
         self._plan, self.sums_in_fp64 = exact_plan(self._plan, self.tables), True
 
     @uncompiled
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Runs for each torch call. Most are in no table, so one look-up decides.
+        # Runs for each torch call; most are in no table.
         entry, call_override, kwargs = self._plan.get(func, UNCHANGED), self.call_override, kwargs or {}
         if state.active[-1] is not self and entry.rule not in ALWAYS_HELD:
             entry = self.plan_for_nested(entry)
@@ -274,62 +252,53 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return entry.handler(self, entry.name, func, args, kwargs)
 
     def plan_for_nested(self, entry: PlanEntry) -> PlanEntry:
-        """Return the plan entry for a call inside a nested autocast, which has cast the arguments."""
+        """Return the plan entry of a call in a nested autocast."""
         return UNCHANGED
 
     def apply(
         self, entry: PlanEntry, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Make a call by its plan entry."""
         return entry.handler(self, entry.name, func, args, kwargs)
 
     def run_with_mode(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call ``function`` with this mode active, which torch has removed from its stack for the current call."""
+        """Call ``function`` with this mode, which torch has removed from its stack for the current call."""
         if is_dynamo_compiling():
-            with self:  # public API
+            with self:
                 return function(*args, **kwargs)
-        _push_mode(self)  # `with self` without our __enter__, because this autocast is active already
+        _push_mode(self)  # not `with self`, because this autocast is active already
         try:
             return function(*args, **kwargs)
         finally:
             _pop_mode()
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Cast the eligible tensors (floating, not FP64) in one argument of an op, also nested ones.
-
-        A trained weight is cast once while this autocast is active.
-        """
+        """Cast the eligible tensors (floating, not FP64) in one argument of an op, also nested ones."""
         if not isinstance(value, Tensor):
-            # Most tuples are sizes or dimensions.
             return value if is_shape(value) else map_tensors(lambda tensor: self.cast(tensor, dtype), value)
         found = value.dtype
         if found is dtype or found not in CASTABLE:
             return value
-        if type(value) not in _TRACKABLE or not (value.requires_grad and value.is_leaf and self.cache_enabled):
-            return value.to(dtype)
+        is_trained_weight = type(value) in _TRACKABLE and value.requires_grad and value.is_leaf
         # The compiler merges equal casts of a graph.
-        return value.to(dtype) if torch.compiler.is_compiling() else self._cast_once(cast(nn.Parameter, value), dtype)
+        if not is_trained_weight or not self.cache_enabled or torch.compiler.is_compiling():
+            return value.to(dtype)
+        return self._cast_once(cast(nn.Parameter, value), dtype)
 
     def cast_arguments(self, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-        """Cast all arguments of a function or module, outside a handler."""
-        cast = functools.partial(map_tensors, lambda tensor: self.cast(tensor, dtype))
+        cast_all = functools.partial(map_tensors, lambda tensor: self.cast(tensor, dtype))
         with torch._C.DisableTorchFunction():  # an attached model reports 16-bit weights as FP32
-            return cast(args), {key: cast(arg) for key, arg in kwargs.items()}
+            return cast_all(args), {key: cast_all(arg) for key, arg in kwargs.items()}
 
     def _cast_once(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """Cast a trained weight once while this autocast is active, as in torch.autocast.
-
-        A write to the weight invalidates the cast, also through ``.data`` or by an optimizer that raises no version
-        counter.
-        """
+        """Cast a trained weight once while this autocast is active, and again after a write."""
         if type(parameter) is nn.Parameter:
             track_data_writes(parameter)
             self._tracked.append(parameter)
             _register_step_hook()
-        # A forward with grad needs a cast made with grad, and a changed weight a new one.
-        key, writes = (id(parameter), dtype, torch.is_grad_enabled()), version_and_address(parameter)
+        key = (id(parameter), dtype, torch.is_grad_enabled())  # a forward with grad needs a cast made with grad
+        writes = version_and_address(parameter)
         cached = self._casts.get(key)
-        if cached is None or cached.writes != writes or writes[0] == -1:
+        if cached is None or cached.writes != writes or writes[0] == -1:  # -1: an inference tensor
             cached = self._casts[key] = _CachedCast(parameter, writes, parameter.to(dtype))
         return cached.result
 
@@ -349,15 +318,14 @@ def _check_settings(dtype: Any, tables: str) -> None:
 
 @functools.cache
 def _register_step_hook() -> None:
-    """Clear the cached casts of active autocasts after each optimizer step.
+    """Clear the cached casts of active autocasts after each optimizer step, which may raise no version counter.
 
-    The hook is permanent: torch iterates over these hooks in each step, and autocasts end in any thread.
+    The hook is permanent, because torch iterates over these hooks in each step.
     """
     register_optimizer_step_post_hook(_forget_casts)
 
 
 def _forget_casts(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Hook after any optimizer's step, which may have written weights without raising their version counters."""
     for mode in state.active:
         mode._casts.clear()  # type: ignore[attr-defined]
 
@@ -368,11 +336,9 @@ _forget_casts.is_internal = True  # type: ignore[attr-defined]
 def _read_torch_arguments(
     first: Any, dtype: Any, tables: TableName | None, enabled: bool
 ) -> tuple[Any, TableName, bool]:
-    """Return dtype, op lists and whether autocast is on, from arguments as in ``torch.autocast`` or hf_mp's own."""
-    if isinstance(dtype, str):
-        dtype = named_dtype(dtype)
-    if isinstance(first, str):
-        first = named_dtype(first)
+    """Return dtype, op lists and ``enabled`` from the arguments of ``torch.autocast`` or ``hf_mp.autocast``."""
+    dtype = named_dtype(dtype) if isinstance(dtype, str) else dtype
+    first = named_dtype(first) if isinstance(first, str) else first
     if isinstance(first, (str, torch.device)):
         with contextlib.suppress(RuntimeError):  # not a device: the caller raises for it as a dtype
             kind = torch.device(first).type

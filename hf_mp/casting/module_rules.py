@@ -28,14 +28,13 @@ class ActiveRule(NamedTuple):
 
 
 def apply_rule(module: nn.Module, rule: ModuleRule, outer: Mode) -> ActiveRule:
-    """Apply ``rule`` to ``module`` inside ``outer``, until the handles are removed."""
     if rule.functions:
         return _apply_op_rule(module, rule, outer)
     return _apply_dtype_rule(module, rule.dtype or outer.dtype, outer)
 
 
 def _register_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> list[RemovableHandle]:
-    # always_call: also after an exception, so that nothing entered stays active.
+    # always_call: after an exception too.
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
         module.register_forward_hook(leave, always_call=True),
@@ -43,7 +42,7 @@ def _register_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callabl
 
 
 def _apply_dtype_rule(module: nn.Module, dtype: torch.dtype, outer: Mode) -> ActiveRule:
-    """Run ``module`` in ``dtype`` inside ``outer``, without the other rules; FP32 also casts floating inputs."""
+    """Run ``module`` in ``dtype`` inside ``outer``, without other rules; FP32 also casts floating inputs."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if outer not in state.active:
@@ -63,7 +62,7 @@ def _apply_dtype_rule(module: nn.Module, dtype: torch.dtype, outer: Mode) -> Act
 
 
 class _OpsOfModule(TorchFunctionMode):
-    """Makes the calls of one op by a rule, and leaves all others to the autocast around it."""
+    """Makes the calls of one op by a rule, and leaves others to the autocast around it."""
 
     def __init__(self, module: nn.Module, rule: ModuleRule, outer: Mode) -> None:
         super().__init__()
@@ -83,11 +82,11 @@ class _OpsOfModule(TorchFunctionMode):
 
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []  # the module of the rule and those that it calls, innermost last
+        self.modules: list[nn.Module] = []  # of the rule, and those that it calls, innermost last
 
 
 def _in_fp32(outer: Mode, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Make a call with eligible tensors in FP32. FP32 also replaces 16-bit dtypes among the arguments."""
+    """Make a call with eligible tensors in FP32, and FP32 in place of 16-bit dtypes."""
 
     def to_fp32(arg: Any) -> Any:
         if isinstance(arg, torch.dtype):  # as in `x.to(y.dtype)`
@@ -106,7 +105,7 @@ class _MultiplyBy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float, gradient_factor: float) -> Tensor:
         ctx.gradient_factor = gradient_factor
-        return x * factor  # also by 1: models add in place to the result, so it must not be a view
+        return x * factor  # also by 1: models add to the result in place, so it must not be a view
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -118,20 +117,20 @@ def _scaled_matmul(
 ) -> Any:
     """Make a matmul with its input divided by the rule's divisor, and multiply the FP32 result by it.
 
-    A power of two changes no mantissa, and a matmul is linear in each factor. So the result is that of 16 bits with a
-    wider exponent, except for values below FP16's smallest number. Gradients are scaled alike.
+    A power of two changes no mantissa, and a matmul is linear in each factor: the result is that of 16 bits with a
+    wider exponent, except for values below FP16's smallest number.
     """
     divisor, op = float(rule.divisor), SCALABLE[rule.op]
     if rule.op == "einsum":  # its operands may be a list
         args = [args[0], *(args[1] if isinstance(args[1], (list, tuple)) else args[1:])]
     divided = {*op.input, *(op.added or ())}
 
-    def scaled(place: int | str, arg: Any) -> Any:
+    def scaled(position_or_name: int | str, arg: Any) -> Any:
         if not isinstance(arg, Tensor):
             return arg
-        # The result restores the divisor, and in backward the gradients of the other factors do.
-        factor, gradient_factor = (1.0 / divisor, 1.0) if place in divided else (1.0, divisor)
-        return _MultiplyBy.apply(arg, factor, gradient_factor)
+        if position_or_name in divided:
+            return _MultiplyBy.apply(arg, 1.0 / divisor, 1.0)
+        return _MultiplyBy.apply(arg, 1.0, divisor)  # in backward the other operand is the divided one
 
     scaled_args = [scaled(position, arg) for position, arg in enumerate(args)]
     result = func(*scaled_args, **{key: scaled(key, arg) for key, arg in kwargs.items()})
@@ -139,7 +138,7 @@ def _scaled_matmul(
 
 
 def _apply_op_rule(module: nn.Module, rule: ModuleRule, outer: Mode) -> ActiveRule:
-    """Apply ``rule`` to the calls of one op that ``module`` makes itself, and not to those of modules inside it."""
+    """Apply ``rule`` to calls of one op by ``module`` itself, not by modules inside it."""
     mode = _OpsOfModule(module, rule, outer)
 
     def enter(entered: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Plans for the C++ kernels: the C++ rule that does the same as the handler of each op."""
+"""Plans for the C++ kernels: a C++ rule for the handler of each op."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_mp.casting.handlers import UNCHANGED, call_unchanged, fp32, fp32_output,
 from hf_mp.casting.plan_entry import Plan, PlanEntry
 from hf_mp.kernels.native import native
 
-# Handler -> C++ rule, and its variant if the first tensor of a call is on a CPU. All other handlers run in Python.
+# Handler -> C++ rule, and its variant if the first tensor is on a CPU. Other handlers run in Python.
 _NATIVE_RULES: dict[Callable[..., Any], tuple[str, str]] = {
     call_unchanged: ("unchanged", "same"),
     lower_precision: ("lower_precision", "same"),
@@ -29,18 +29,19 @@ _NATIVE_RULES: dict[Callable[..., Any], tuple[str, str]] = {
 }
 
 
-# Ops with a C++ kernel, by number. Never unregistered; threads without the key do not use the kernels.
+# Ops with a C++ kernel, by number. They are never unregistered.
 _with_kernels: list[OpOverload] = []
 
 
 def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtype: torch.dtype) -> Any:
     """Return ``plan`` for the C++ kernels of an autocast in ``dtype``; None without C++.
 
-    ``calls`` maps each op to the function that its handler receives. Ops are only added to it.
+    ``calls`` maps each op to the function that its handler receives. It only grows: its first ops have kernels.
     """
-    if (module := native()) is None:
+    module = native()
+    if module is None:
         return None
-    for op in [*calls][len(_with_kernels) :]:  # _with_kernels is a prefix of calls
+    for op in [*calls][len(_with_kernels) :]:
         module.register_op(op.namespace, op._name.partition("::")[2], len(_with_kernels))
         _with_kernels.append(op)
     rules = bytes(module.RULES[_native_rule(op, call, plan.get(call, UNCHANGED))] for op, call in calls.items())
@@ -49,7 +50,7 @@ def native_plan(calls: Mapping[OpOverload, Callable[..., Any]], plan: Plan, dtyp
 
 def _native_rule(op: OpOverload, call: Callable[..., Any], entry: PlanEntry) -> tuple[str, str]:
     rule, on_cpu = _NATIVE_RULES.get(entry.handler, ("python", "same"))
-    if call in ATTENTION:  # depends on the number of scores
+    if call in ATTENTION:
         on_cpu = "python"
     if rule == "fp32_output" and not any(argument.name == "dtype" for argument in op._schema.arguments):
         rule = "python"

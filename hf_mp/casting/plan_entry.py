@@ -1,4 +1,4 @@
-"""Interfaces of autocasts, forwards and backwards, and the plan entry of a torch function (:class:`PlanEntry`)."""
+"""Interfaces of autocasts, forwards and backwards, and :class:`PlanEntry`."""
 
 from __future__ import annotations
 
@@ -43,20 +43,17 @@ class Forward(Protocol):
     autocast: Any  # AttachedAutocast
     weights: Any  # ForwardWeights; None in a functorch transform, and if parameter slots are unchanged
     graph_task: int  # autograd's id of the backward around it; -1 if none
-    began_without_grad: bool  # whether it began without grad, and without an observer
+    began_without_grad: bool  # and without an observer
     is_dispatched: bool  # dispatcher kernels cast its calls
-    lowers_caches: bool  # whether caches receive 16-bit keys and values
+    lowers_caches: bool  # caches receive 16-bit keys and values
     is_recomputing: bool  # in a backward; gradients of weights are not scaled then
 
     def for_recompute(self, args: tuple[Any, ...] | None) -> AbstractContextManager[Any]:
-        """Return a context manager to recompute a part of the forward, in any thread.
-
-        ``args`` are the arguments of that part; None if unavailable.
-        """
+        """Return a context manager to recompute a part of the forward with ``args`` (None: unknown), in any thread."""
 
 
 class CustomBackward(Protocol):
-    """Running backward of a custom autograd function, from :mod:`hf_mp.step.custom_backward`."""
+    """Running backward of a custom autograd function: :class:`hf_mp.step.custom_backward.CustomBackward`."""
 
     @property
     def forward(self) -> Forward | None:
@@ -67,7 +64,7 @@ class CustomBackward(Protocol):
 
 
 class PlanEntry(NamedTuple):
-    """Plan entry: how an autocast makes calls of one torch function."""
+    """How an autocast makes calls of one torch function."""
 
     rule: CastRule
     name: str

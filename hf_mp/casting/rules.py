@@ -21,7 +21,7 @@ OP_RULES = {
     "fp32": CastRule.FP32,
     "lower_precision": CastRule.LOWER_PRECISION,
     "widest": CastRule.WIDEST,
-    "unlisted": CastRule.UNLISTED,  # as in no table: it runs in the dtypes that it receives
+    "unlisted": CastRule.UNLISTED,  # it runs in the dtypes that it receives
 }
 
 
@@ -58,9 +58,9 @@ MOST_SCALED = 2**16
 def parse_divisor(rule: Any) -> int | None:
     """Return N of a rule ``"scaled/N"``; None for another one."""
     prefix, _, number = str(rule).partition("/")
-    if prefix != "scaled" or not number.isdecimal():
-        return None
-    return int(number) if 1 < int(number) <= MOST_SCALED and int(number).bit_count() == 1 else None
+    divisor = int(number) if prefix == "scaled" and number.isdecimal() else 0
+    is_power_of_two = divisor.bit_count() == 1
+    return divisor if is_power_of_two and 1 < divisor <= MOST_SCALED else None
 
 
 class ModuleRule(NamedTuple):
@@ -87,7 +87,7 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
         tables: the tables that the rules change.
 
     Returns:
-        The rules by op, and those by module.
+        The rules by op, and by module.
 
     Raises:
         TypeError: if ``rules`` is no mapping, or a key is no torch function and no string.
@@ -95,18 +95,18 @@ def parse_rules(rules: Rules | None, tables: OpTables) -> tuple[OpRules, tuple[M
     """
     if not isinstance(rules, Mapping | None):
         raise TypeError(f"rules={rules!r:.100} is no mapping: write {{'lm_head': 'fp32'}}")
-    ops: OpRules = {}
-    in_modules = []
+    by_op: OpRules = {}
+    by_module = []
     for key, value in (rules or {}).items():
         value = "fp32" if spell(value) == "fp32" else value
         if isinstance(key, str):
-            in_modules.append(_parse_module_rule(key, value))
+            by_module.append(_parse_module_rule(key, value))
             continue
         if not isinstance(value, str) or value not in OP_RULES:
             raise ValueError(f"rule for {key}: {value!r} is not known: use {', '.join(map(repr, OP_RULES))}")
         name, functions = _spellings_of(key, tables)
-        ops.update(dict.fromkeys(functions, (OP_RULES[value], name)))
-    return ops, tuple(in_modules)
+        by_op.update(dict.fromkeys(functions, (OP_RULES[value], name)))
+    return by_op, tuple(by_module)
 
 
 def _parse_module_rule(key: str, value: Any) -> ModuleRule:
@@ -119,8 +119,9 @@ def _parse_module_rule(key: str, value: Any) -> ModuleRule:
 
 
 def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
-    """Parse a rule for ``op`` in modules that match ``pattern``; a ValueError for an unknown op or ``value``."""
-    if not (functions := functions_called(op)):
+    """Parse a rule for ``op`` in modules that match ``pattern``."""
+    functions = functions_called(op)
+    if not functions:
         raise ValueError(f"rule {key!r}: torch has no op {op!r}: use a name such as 'linear', 'matmul' or 'mul'")
     # In compiled code on a CPU, this op of Transformers replaces a grouped matmul in FP16.
     fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
@@ -140,7 +141,7 @@ def _parse_op_rule(key: str, pattern: str, op: str, value: Any) -> ModuleRule:
 
 
 def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., Any]]]:
-    """Return the op name of a rule's key and all functions that call the op; a TypeError for anything but an op."""
+    """Return the name of the op ``key`` and all functions that call it. A TypeError for another key."""
     # Modes intercept the op inside a custom_op.
     if isinstance(key, torch.library.CustomOpDef):
         key = key._opoverload.overloadpacket
@@ -149,7 +150,8 @@ def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., A
     if isinstance(key, OpOverload):
         return op_name(key), [key]
     for _, name in tables.entries():
-        if key in (functions := spellings(name)):
+        functions = spellings(name)
+        if key in functions:
             return name, functions
     if not callable(key) or torch.overrides.resolve_name(key) is None:
         raise TypeError(
@@ -160,7 +162,7 @@ def _spellings_of(key: Any, tables: OpTables) -> tuple[str, list[Callable[..., A
 
 
 def match_modules(rules: Collection[ModuleRule], model: nn.Module) -> list[tuple[nn.Module, ModuleRule]]:
-    """Return the modules of ``model`` with their rules, outermost first; a ValueError for rules that match none."""
+    """Return the modules with their rules, outermost first. A ValueError for rules that match none."""
     named = dict(model.named_modules())
     found = [(m, rule) for name, m in named.items() for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)]
     matched = {rule.key for _, rule in found}
@@ -171,13 +173,10 @@ def match_modules(rules: Collection[ModuleRule], model: nn.Module) -> list[tuple
 
 
 def _no_match_message(unmatched: list[ModuleRule], names: Iterable[str], model: str) -> str:
-    shown = unmatched[:5]
-    more = f" and {len(unmatched) - 5} more" if len(unmatched) > 5 else ""
-    keys = ", ".join(repr(rule.key) for rule in shown) + more
-    subject = f"rule {keys} matches" if len(unmatched) == 1 else f"rules {keys} match"
-    modules = list(filter(None, names))
-    near: dict[str, None] = {}
-    for rule in shown:
-        near.update(dict.fromkeys(difflib.get_close_matches(rule.pattern.replace("*", ""), modules, n=1, cutoff=0.0)))
+    shown, count = unmatched[:5], len(unmatched)
+    keys = ", ".join(repr(rule.key) for rule in shown) + (f" and {count - 5} more" if count > 5 else "")
+    subject = f"rule {keys} matches" if count == 1 else f"rules {keys} match"
+    modules, stems = list(filter(None, names)), [rule.pattern.replace("*", "") for rule in shown]
+    near = dict.fromkeys(name for stem in stems for name in difflib.get_close_matches(stem, modules, n=1, cutoff=0.0))
     hint = f"; close to it are {', '.join(map(repr, near))}" if near else ""
     return f"{subject} no module of {model}{hint}"

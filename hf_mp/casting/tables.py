@@ -1,6 +1,6 @@
 """Op tables, as data: the dtype in which each op runs.
 
-Each op is named once, in one of the sets below; :func:`spellings` finds its Python names (``torch.mm``, ``Tensor.mm``).
+:func:`spellings` finds the Python names of an op (``torch.mm``, ``Tensor.mm``).
 
 Source: "Autocast Op Reference" of torch's AMP documentation (https://docs.pytorch.org/docs/stable/amp.html), and for
 ops that the page omits, ``ATen/autocast_mode.h`` and ``autocast_mode.cpp`` of torch 2.13.
@@ -30,13 +30,13 @@ class CastRule(Enum):
     FP32_OUTPUT = "fp32 output"  # inputs unchanged; the op gets dtype=float32, unless the caller passes one
     WIDEST = "widest type"  # to the widest floating dtype among the inputs
     BANNED = "banned"  # raise, with advice
-    UNLISTED = "unlisted"  # as in no table
-    COMPOSITE = "composite"  # a Python function of torch, decomposed: see composites.py
+    UNLISTED = "unlisted"  # none
+    COMPOSITE = "composite"  # those of the ops inside (composites.py)
 
 
 @dataclass(frozen=True)
 class OpTables:
-    """Tables for one family of devices; each op name is in at most one set."""
+    """Tables of op names; each name is in at most one set."""
 
     lower_precision: frozenset[str]
     fp32: frozenset[str]
@@ -45,7 +45,6 @@ class OpTables:
     banned: dict[str, str] = field(default_factory=dict)
 
     def entries(self) -> Iterator[tuple[CastRule, str]]:
-        """Yield each op name with its rule. The set has the name of the rule."""
         for rule in CastRule:
             yield from ((rule, name) for name in sorted(getattr(self, rule.name.lower(), ())))
 
@@ -55,7 +54,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _names_in_this_torch(text: str, key: str) -> frozenset[str]:
-    """Return the names of ops for which this torch has an autocast kernel."""
+    """Return the names of ops that have a kernel for ``key`` in this torch."""
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
     return frozenset(name for name in text.split() if f"aten::{name.replace('.', '_')}" in registered)
 
@@ -66,17 +65,16 @@ _BANNED_BINARY_CROSS_ENTROPY = (
     "the sigmoid, which is safe, or compute this loss inside `with autocast(enabled=False):` on FP32 tensors"
 )
 
-# Grouped matmuls, missing in torch.autocast (https://github.com/pytorch/pytorch/issues/174763), which runs stacked
-# experts in FP32.
+# Missing in torch.autocast (https://github.com/pytorch/pytorch/issues/174763), which runs stacked experts in FP32.
 _MATMULS = _names("_grouped_mm")
-# FP32 in none of torch's lists. A 16-bit kernel, if there is one, returns NaN, gradients with an error as large as
-# themselves, or complex numbers of 2 x 16 bits, which few ops accept.
+# FP32 in none of torch's lists. 16-bit kernels return NaN, gradients with a relative error of 1, or complex numbers of
+# 2 x 16 bits, which few ops accept.
 _BEYOND_TORCH_IN_FP32 = _names("""
     matrix_exp linalg.matrix_exp complex fake_quantize_per_channel_affine
     _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
 """)
-# FP32 in torch's list for the CPU only. Most of them have no 16-bit kernel on any device: a parametrization of a 16-bit
-# weight (torch's orthogonal ones) would fail.
+# FP32 in torch's list for the CPU only. Most have no 16-bit kernel on any device: a parametrization of a 16-bit weight
+# (torch's orthogonal ones) would fail.
 _FP32_ON_A_CPU_IN_TORCH = _names("""
     polar view_as_complex fake_quantize_per_tensor_affine
     cholesky_inverse cholesky_solve inverse pinverse lu_solve orgqr ormqr geqrf svd triangular_solve lu _lu_with_info
@@ -147,10 +145,10 @@ CPU_TABLES = OpTables(
     widest=_names("stack cat concat concatenate index_copy bilinear"),
 )
 
-# torch's CUDA lists without FP32 copies for kernels that compute in FP32 registers: softmax reads and writes 16 bits,
-# and so does RMSNorm of an input and a weight in 16 bits (bit for bit the rounded FP32 result;
-# https://github.com/pytorch/pytorch/issues/188955). LayerNorm stays FP32: a lean BERT adds residuals to its result, and
-# its gradients would be 1.4 times as far from FP64's. Attached models add activations.py.
+# torch's CUDA lists without FP32 copies for kernels that compute in FP32 registers: softmax, and RMSNorm of a 16-bit
+# input and weight (bit for bit the rounded FP32 result; https://github.com/pytorch/pytorch/issues/188955), read and
+# write 16 bits. LayerNorm stays FP32: a lean BERT adds residuals to its result, and its gradients would be 1.4 times as
+# far from FP64's. Attached models add activations.py.
 COMPACT_TABLES = replace(
     CUDA_TABLES,
     fp32=CUDA_TABLES.fp32 - {"rms_norm"},
@@ -159,7 +157,7 @@ COMPACT_TABLES = replace(
 )
 
 TABLES: dict[TableName, OpTables] = {"cuda": CUDA_TABLES, "cpu": CPU_TABLES, "compact": COMPACT_TABLES}
-# What torch's own lists do not name.
+# Ops in no list of torch.
 BEYOND_TORCH: dict[TableName, frozenset[str]] = {
     "cuda": _MATMULS | _BEYOND_TORCH_IN_FP32 | _FP32_ON_A_CPU_IN_TORCH,
     "cpu": _MATMULS | _BEYOND_TORCH_IN_FP32,
@@ -171,13 +169,13 @@ _DUNDER_SPELLINGS = {
     "pow": ("__pow__", "__rpow__"),
     "reciprocal": ("__rdiv__", "__rtruediv__"),
 }
-# Namespaces of torch with Python names of ops. torch._C._nn and torch._VF contain the builtins of nn.functional, which
-# modules also call directly.
+# Namespaces with Python names of ops. torch._C._nn and torch._VF contain the builtins of nn.functional, which modules
+# also call directly.
 _NAMESPACES = (torch, torch.Tensor, F, torch._C._nn, torch._C._VariableFunctions, torch.special, torch.functional)
 
 
 def spellings(name: str) -> list[Callable[..., Any]]:
-    """Return each distinct Python callable of torch's op ``name``, in documented spelling (``"linalg.multi_dot"``)."""
+    """Return each distinct callable of torch's op ``name``, in documented spelling (``"linalg.multi_dot"``)."""
     prefix, _, short = name.rpartition(".")
     if prefix:
         namespaces: tuple[Any, ...] = (getattr(torch, prefix), getattr(torch._C, f"_{prefix}"))
@@ -193,7 +191,7 @@ _DISPATCHER_NAMES = {"sparse_mm": "_sparse_mm", "sparse_addmm": "_sparse_addmm"}
 
 
 def dispatcher_ops(name: str) -> list[Callable[..., Any]]:
-    """Return ``torch.ops.aten``'s op of that name, and its overloads that write to no argument."""
+    """Return ``torch.ops.aten``'s op of that name, and its overloads that are not in place."""
     packet = getattr(torch.ops.aten, _DISPATCHER_NAMES.get(name, name), None)
     if packet is None:
         return []
@@ -201,7 +199,7 @@ def dispatcher_ops(name: str) -> list[Callable[..., Any]]:
     return [packet, *(overload for overload in overloads if not overload._schema.is_mutable)]
 
 
-# Composites: they also multiply by weights.
+# Composites, which also multiply by weights.
 _WEIGHTED = (F.l1_loss, F.mse_loss, F.huber_loss)
 _NAMESPACE_PREFIXES = ("torch.Tensor.", "torch.nn.functional.", "torch.functional.", "torch._C._nn.", "torch.")
 
@@ -229,17 +227,15 @@ def called_name(function: Callable[..., Any]) -> str | None:
 
 @functools.cache
 def functions_called(name: str) -> frozenset[Callable[..., Any]]:
-    """Return all functions with the reported name ``name``."""
     places = [(space, entry) for space in _NAMESPACES for entry in dir(space) if not entry.startswith("_")]
     places += [(torch.Tensor, entry) for entry in dir(torch.Tensor) if entry.startswith("__")]
-    values = [getattr(space, entry, None) for space, entry in places]
-    named = [value for value in values if callable(value) and called_name(value) == name]
+    functions = filter(callable, [getattr(space, entry, None) for space, entry in places])
+    named = [function for function in functions if called_name(function) == name]
     is_op = bool(named) or name in _MATMULS
     return frozenset([*named, *spellings(name)] if is_op else ())
 
 
 def op_table(tables: OpTables) -> dict[Callable[..., Any], tuple[CastRule, str]]:
-    """Map each callable of the tables' ops to its rule and op name."""
     return {
         function: (rule, name)
         for rule, name in tables.entries()

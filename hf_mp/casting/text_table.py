@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 
 def format_columns(lines: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
-    """Format lines of cells as columns; the columns at the indices ``numbers`` are right-aligned."""
-    # Not rich: only this table would need the import, and boxes do not belong in logs.
+    """Format lines of cells as columns; those at the indices ``numbers`` are right-aligned."""
+    # Not rich: only this function would need it, and logs need no boxes.
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -2,8 +2,7 @@
 
 Gradient checkpointing, autocast-disabled regions and the compiler support torch.autocast, but no torch function mode.
 Each entry of :data:`TABLE` replaces one attribute of torch. Outside hf_mp's autocast, a replacement calls the original.
-Once code was compiled that enters an autocast inside, the patches stay. If torch lacks the attribute, a warning names
-the consequence.
+If torch lacks the attribute, a warning names the consequence.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
     def replace(original: Any) -> Any:
         @functools.wraps(original)
-        @uncompiled  # the compiler skips torch's frames, and would compile this one
+        @uncompiled
         def replacement(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
 
@@ -48,14 +47,13 @@ def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 # Gradient checkpointing recomputes a block in backward, on CUDA in another thread. Without this patch the block would
-# run in FP32, and torch raises CheckpointError because the recomputed dtypes differ. The function that checkpoint()
-# receives is wrapped, and not checkpoint() itself, so that code which imported it by name is covered.
+# run in FP32, and torch raises CheckpointError because the dtypes differ. The function that checkpoint() receives is
+# wrapped, to cover code that imported checkpoint() by name.
 
 
 def _with_active_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` wrapped to run in the autocast that is active now."""
     mode = active_autocast()
-    # A compiled graph runs with all modes off, because it contains its casts.
+    # A compiled graph, which contains its casts, runs with all modes off.
     if mode is None or torch._C._is_torch_function_all_disabled():
         return function
     return functools.wraps(function, updated=())(mode.wrap_for_recompute(function))
@@ -75,8 +73,8 @@ def _checkpoint_function(original: Any) -> Any:
     return CheckpointFunction
 
 
-# Queries about autocast, and regions of `with torch.autocast(device, enabled=False)`, refer to hf_mp's autocast if one
-# is active. Within torch, only these modules query it for a model; other code of torch means torch's own state.
+# Queries of models about autocast, and their `with torch.autocast(device, enabled=False)`, refer to hf_mp's autocast if
+# one is active. Of torch's modules, only these query for a model.
 
 _QUERY_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
 
@@ -84,15 +82,15 @@ _QUERY_FOR_MODELS = ("torch.amp.autocast_mode", "torch.nn.modules.")
 def _autocast_for_caller() -> Any:
     """Return the autocast that a patched query reports to its caller; None to report torch's own state."""
     ours = active_autocast()
-    if ours is None or torch.compiler.is_dynamo_compiling():  # a compiler traces models only
+    if ours is None or torch.compiler.is_dynamo_compiling():  # the compiler traces models only
         return ours
-    caller = str(sys._getframe(2).f_globals.get("__name__", ""))  # the caller of the query
+    caller = str(sys._getframe(2).f_globals.get("__name__", ""))  # of the query
     is_for_model = not caller.startswith("torch.") or caller.startswith(_QUERY_FOR_MODELS)
     return ours if is_for_model else None
 
 
 def _patched_query(answer: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return a factory of queries that return ``answer(autocast, *args, **kwargs)`` if called for a model."""
+    """Return a factory of queries that return ``answer(autocast, *args, **kwargs)`` to a model."""
 
     def replace(original: Any) -> Any:
         @functools.wraps(original)
@@ -124,7 +122,7 @@ def _leave_torch_autocast(original: Any, self: Any, /, *exc_info: Any) -> Any:
 
 
 # No mode intercepts calls inside TorchScript, and its gradient formulas do not match casts in the dispatcher. Its
-# compiler inserts the casts of torch.autocast, so torch.autocast runs around its calls.
+# compiler inserts the casts of torch.autocast.
 
 
 @around
@@ -132,14 +130,13 @@ def _call_torch_script(original: Any, self: Any, /, *args: Any, **kwargs: Any) -
     mode = active_autocast()
     if mode is None or not mode.enabled or mode.sums_in_fp64 or mode.dtype not in LOWER_PRECISION_DTYPES:
         return original(self, *args, **kwargs)
-    # Nested, so that Python code called by TorchScript (torch.jit.ignore) is not cast a second time.
+    # Nested: Python code in TorchScript (torch.jit.ignore) must not be cast again.
     with mode.nested_autocast(), kernels_disabled(), _torch_autocast(mode.dtype):
         return original(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def _torch_autocast(dtype: torch.dtype) -> Iterator[None]:
-    """Enter torch's own autocast in ``dtype``, on the CPU and the accelerator, without the patches above."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
     before = [(kind, is_torch_autocast_enabled(kind), _torch_autocast_dtype(kind)) for kind in kinds]
@@ -157,11 +154,10 @@ def _torch_autocast(dtype: torch.dtype) -> Iterator[None]:
             torch.set_autocast_dtype(kind, previous_dtype)
 
 
-# torch.compile represents the objects patched above by its own variables, which trace these functions instead.
+# torch.compile represents objects by variables, which trace these functions.
 
 
 def _trace(tx: Any, function: Callable[..., Any], args: list[Any]) -> Any:
-    """Trace ``function(*args)`` as if the compiled code had called it."""
     from torch._dynamo.variables.base import VariableTracker
 
     return VariableTracker.build(tx, function).call_function(tx, args, {})
@@ -171,11 +167,11 @@ def _trace(tx: Any, function: Callable[..., Any], args: list[Any]) -> Any:
 def _enter_traced_autocast(original: Any, self: Any, tx: Any) -> Any:
     from torch._dynamo.variables.base import VariableTracker
 
-    enabled = VariableTracker.build(tx, bool(self.target_values[2]))
+    enabled = VariableTracker.build(tx, bool(self.target_values[2]))  # an argument of torch.autocast
     self._hf_mp_nested_mode = _trace(tx, enter_disabled_region, [enabled]).as_python_constant()
     if not self._hf_mp_nested_mode:
         return original(self, tx)
-    # A graph that ends inside would exit torch's context instead: such a function is not compiled.
+    # So a function with a graph break inside is not compiled: the break would exit torch's context instead.
     tx.active_generic_context_managers.append(self)
     return VariableTracker.build(tx, None)
 
@@ -190,7 +186,7 @@ def _leave_traced_autocast(original: Any, self: Any, tx: Any, *args: Any) -> Any
 
 @around
 def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    # For an nn.CrossEntropyLoss made in a forward, the compiler adds the function to its graph without calling a mode.
+    # Of an nn.CrossEntropyLoss made in a forward, the compiler adds the function to its graph without calling a mode.
     from torch._dynamo.variables import LambdaVariable
     from torch._dynamo.variables.base import VariableTracker
 
@@ -200,44 +196,45 @@ def _make_cross_entropy(original: Any, self: Any, tx: Any, args: list[Any], kwar
 
 @around
 def _call_user_compiler(original: Any, self: Any, /, graph: Any, inputs: list[Any]) -> Any:
-    """Compile ``graph``, and run it with modes off; a ValueError with FP64 accumulation."""
-    if (mode := active_autocast()) is None:
+    mode = active_autocast()
+    if mode is None:
         return original(self, graph, inputs)
-    # A graph runs with the modes active that were traced into it. A backend that runs op by op would cast twice.
     if mode.sums_in_fp64:
         raise ValueError("exact_generation=True is for models that are not compiled: leave torch.compile out")
     compiled = original(self, graph, list(inputs))
 
+    # A graph runs with the modes that were traced into it: a backend that runs op by op would cast twice.
     def run(*inputs: Any) -> Any:
         with torch._C.DisableTorchFunction(), kernels_disabled():
-            # With grad, a forward puts plain aliases in the places of weights.
+            # With grad, weights are plain aliases already.
             return compiled(*(inputs if torch.is_grad_enabled() else map(_as_plain, inputs)))
 
     return run
 
 
 def _as_plain(value: Any) -> Any:
-    """``value``, or an alias without the class of a weight that is stored in 16 bits, whose ``.data`` torch reads."""
+    """Return ``value`` without the class of a split parameter, of which torch reads ``.data``."""
     return value.as_subclass(torch.Tensor) if getattr(type(value), "is_plain_in_graphs", False) else value
 
 
 @around
 def _dispatch_torch_function(original: Any, tx: Any, fn: Any, args: Any, kwargs: Any) -> Any:
-    # The compiler passes the call of an operator (torch.cond, map, scan, a checkpoint) to the mode, and traces its
-    # functions with that mode off, without casts. A nested_compile_region is inlined, because the compiler cannot check
-    # whether its graph may be reused under a mode.
+    # The compiler would pass the call of an operator (torch.cond, map, scan, a checkpoint) to the mode, and trace its
+    # functions without modes.
     from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable
 
     if active_autocast() is None or not isinstance(fn, TorchHigherOrderOperatorVariable):
         return original(tx, fn, args, kwargs)
     if fn.value is torch._higher_order_ops.invoke_subgraph:
-        return args[0].call_function(tx, args[1:], kwargs)
+        # A nested_compile_region is inlined: its graph may not be reused under another mode.
+        region, *region_args = args
+        return region.call_function(tx, region_args, kwargs)
     return fn._call_function(tx, args, kwargs)
 
 
 def _overridable_functions(original: Any) -> Any:
-    # The compiler calls modes for functions of torch's documented namespaces only. torch.nn.functional calls others:
-    # losses, paddings and interpolations of torch._C._nn, and private functions of torch.
+    # The compiler calls modes for documented functions only. torch.nn.functional also calls losses, paddings and
+    # interpolations of torch._C._nn, and private functions.
     from hf_mp.casting.composites import COMPOSITES
     from hf_mp.casting.tables import OPS
 
@@ -247,18 +244,18 @@ def _overridable_functions(original: Any) -> Any:
 
 @around
 def _hash_by_identity(original: Any, self: Any, *tx: Any) -> Any:
-    # The compiler represents `Tensor.norm` of an intermediate result by a variable without a source. Its hash is not
-    # the function's, so it is found in no table, and a guard fails. torch 2.11 hashes the function.
+    # The compiler's variable for `Tensor.norm` of an intermediate result has no source, and another hash than the
+    # function: no table contains it, and a guard fails. torch 2.11 hashes the function.
     return original(self, *tx) if self.source or not tx else (hash(self.fn), False)
 
 
-# torch 2.11 to 2.15 pass l1_loss to a mode without its weights. They also exit and re-enter the mode in Python: a call
-# that needs no mode is made at once.
+# torch 2.11 to 2.15 pass l1_loss to a mode without its weights. They also exit and re-enter the mode in Python: calls
+# that need no mode skip that.
 
 
 def _handle_torch_function(original: Any) -> Any:
     @functools.wraps(original)
-    @uncompiled  # the compiler would compile it after a skipped frame
+    @uncompiled  # it would be compiled after a skipped frame
     def handle_torch_function(api: Callable[..., Any], relevant: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         mode = active_autocast()
         entry = None if mode is None else mode.shortcut(api, relevant)
@@ -266,7 +263,7 @@ def _handle_torch_function(original: Any) -> Any:
             with torch._C.DisableTorchFunction():
                 return entry.handler(mode, entry.name, api, args, kwargs)
         if api is torch.nn.functional.l1_loss and relevant[2] is not None:
-            kwargs["weight"] = relevant[2]
+            kwargs["weight"] = relevant[2]  # `relevant` are input, target and weight
         return original(api, relevant, *args, **kwargs)
 
     return handle_torch_function
@@ -326,13 +323,13 @@ TABLE: tuple[Patch, ...] = (
 class _Replaced(NamedTuple):
     owner: Any
     name: str
-    own: Any  # attribute of the owner itself, not inherited; _MISSING if it had none
+    own: Any  # attribute of the owner, not inherited; _MISSING if it had none
     replacement: Any
 
 
 @dataclass
 class Patches:
-    """Installs a table with the first :meth:`acquire` and removes it with the last :meth:`release`."""
+    """Installs a table with the first user and removes it with the last."""
 
     table: tuple[Patch, ...] = TABLE
     _users: int = 0
@@ -352,35 +349,34 @@ class Patches:
             self.add_users(-1)
 
     def add_users(self, number: int, *, during_compilation: bool = False) -> None:
-        """Add ``number`` users. ``during_compilation``: a running compilation may still need the patches."""
+        """Add ``number`` users; ``during_compilation`` the compiler may still need the patches."""
         with self._lock:
             self._users += number
             if self._users > 0 and not self._replaced:
                 self._install()
             elif self._users == 0:
-                compiling = torch._guards.CompileContext.try_get() if during_compilation else None
-                if compiling is None:
+                compilation = torch._guards.CompileContext.try_get() if during_compilation else None
+                if compilation is None:
                     self._uninstall()
-                else:  # freed when the compiler has checked its guards; this then checks again for users
-                    weakref.finalize(compiling, self.add_users, 0, during_compilation=True)
+                else:  # freed when the compiler has checked its guards
+                    weakref.finalize(compilation, self.add_users, 0, during_compilation=True)
 
     def _install(self) -> None:
         from torch._dynamo import trace_rules
 
-        trace_rules.get_torch_obj_rule_map()  # once: the compiler records torch's functions unpatched
+        trace_rules.get_torch_obj_rule_map()  # the compiler records torch's functions, unpatched
         for patch in self.table:
             if not any([self._replace(place, patch.replace) for place in patch.places]):
                 _warn_missing(patch)
 
     def _replace(self, place: str, replace: Callable[[Any], Any]) -> bool:
-        """Replace the attribute at ``place`` and record the original; return False if torch has no such attribute."""
+        """Replace the attribute at ``place``; return False if torch has none."""
         module, _, path = place.partition(":")
         *owners, name = path.split(".")
         try:
             owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+            original = getattr(owner, name)
         except (ImportError, AttributeError):  # moved by a later torch
-            return False
-        if (original := getattr(owner, name, _MISSING)) is _MISSING:
             return False
         if type(original).__hash__ is None:  # a method of pybind11; the function inside is hashable
             original = getattr(original, "__func__", original)
@@ -390,11 +386,10 @@ class Patches:
         return True
 
     def _uninstall(self) -> None:
-        """Restore each attribute, unless other code has replaced it since."""
         while self._replaced:
             owner, name, own, replacement = self._replaced.pop()
             if vars(owner).get(name) is not replacement:
-                continue  # other code has patched over it
+                continue
             if own is _MISSING:
                 delattr(owner, name)
             else:
@@ -403,7 +398,7 @@ class Patches:
 
 @functools.cache
 def _replacement(replace: Callable[[Any], Any], original: Any) -> Any:
-    """Return the same replacement each time, because guards of compiled code compare it."""
+    """Return ``replace(original)``, cached, because guards of compiled code compare it."""
     return replace(original)
 
 
@@ -417,7 +412,7 @@ PATCHES = Patches()
 
 
 def acquire(*patches: Patches) -> Callable[[], None]:
-    """Add a user of all ``patches``, and return a function that removes it."""
+    """Add a user of ``patches``; return a function that removes it."""
     for one in patches:
         one.acquire()
 
@@ -429,10 +424,10 @@ def acquire(*patches: Patches) -> Callable[[], None]:
 
 
 def _stay_for_compiled_code() -> None:
-    # Guards of compiled code that enters an autocast compare the patched functions. Without patches it would be
-    # recompiled. torch reports no end of such code, so they stay.
+    # Guards of code that enters an autocast inside compare the patched functions. torch does not report the end of
+    # compiled code, so the patches stay.
     PATCHES.add_users(1)
 
 
-# As torch.compiler.assume_constant_result, without its import of the compiler, because this call is traced.
+# As torch.compiler.assume_constant_result does, which imports the compiler. This call is traced.
 _stay_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]

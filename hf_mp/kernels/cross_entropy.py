@@ -14,29 +14,27 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from hf_mp.kernels.registry import kernel_for
 from hf_mp.kernels.tensors import is_shared, version_of
 
-# FP32 elements of one block of rows: a CPU caches them, and they are enough work for a GPU.
+# of a block of rows: for a CPU's cache, or enough work for a GPU
 _BLOCK_ELEMENTS = {"cpu": 2**19}
 _DEFAULT_BLOCK_ELEMENTS = 2**25
-FEW_ELEMENTS = 2**16  # with fewer logits torch's loss is faster, because of the overhead of a call
+FEW_ELEMENTS = 2**16  # with fewer logits torch's loss is faster
 
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor, **settings: Any) -> Tensor:
-    """Compute :func:`cross_entropy` with all logits in FP32."""
     return F.cross_entropy(logits.float(), labels, **settings)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
     """Compute ``torch.nn.functional.cross_entropy`` without FP32 logits, log-softmax or FP32 gradient in memory.
 
-    Blocks of rows are cast to FP32. Backward computes the gradient from the scaled gradient of the loss and rounds it
-    once to the dtype of the logits. It overwrites the logits if no other tensor shares their memory and the graph is
-    not retained.
+    Backward rounds the scaled gradient once to the dtype of the logits, and overwrites the logits if no other tensor
+    shares their memory and the graph is not retained.
 
     Args:
         logits: FP16, BF16 or FP32 of shape (rows, classes).
         labels: int64 of shape (rows,).
-        ignore_index: label of the rows that are ignored; default -100.
-        reduction: ``"mean"`` over the rows that are not ignored (default), or ``"sum"``.
+        ignore_index: label of ignored rows; default -100.
+        reduction: ``"mean"`` over the other rows (default), or ``"sum"``.
 
     Returns:
         The loss, FP32 of shape ().
@@ -44,7 +42,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, r
     Raises:
         ValueError: for other shapes.
     """
-    if has_torch_function_unary(logits):  # an active autocast intercepts the call, and may record it
+    if has_torch_function_unary(logits):  # an active autocast may record the call
         settings: Any = {"ignore_index": ignore_index, "reduction": reduction}
         return handle_torch_function(cross_entropy, (logits,), logits, labels, **settings)
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
@@ -60,8 +58,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, r
 class _CrossEntropy(Function):
     """Outputs the loss and a placeholder of the logits for second derivatives, which needs no memory.
 
-    The node stores an alias of the logits instead of saving them. A saved tensor would add a reference, and
-    :func:`is_shared` could no longer decide whether the gradient may overwrite the logits.
+    The node stores an alias of the logits, because a saved tensor would add a reference for :func:`is_shared`.
     """
 
     @staticmethod
@@ -69,15 +66,15 @@ class _CrossEntropy(Function):
         ctx: Any, logits: Tensor, alias: Tensor, labels: Tensor, ignore_index: int, is_mean: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        # A kernel reads the labels by address, on the device of the logits.
+        # A kernel needs the labels on the device of the logits.
         kernels = kernel_for("cross_entropy", [alias]) if labels.device == alias.device else None
         ctx.rows = kernels or RowReference
         denominators, losses = ctx.rows.forward(alias, labels, ignore_index)
-        placeholder = alias.new_zeros(()).expand(alias.shape)  # one element with the shape that autograd requires
+        placeholder = alias.new_zeros(()).expand(alias.shape)  # autograd requires the shape
         ctx.save_for_backward(placeholder, labels)
-        ctx.logits, ctx.version, ctx.denominators = alias, version_of(alias), denominators
+        ctx.logits, ctx.version = alias, version_of(alias)
+        ctx.denominators, ctx.ignore_index = denominators, ignore_index
         ctx.count = (labels != ignore_index).sum() if is_mean else None
-        ctx.ignore_index = ignore_index
         total = losses.sum()
         return total if ctx.count is None else total / ctx.count, placeholder
 
@@ -92,34 +89,38 @@ class _CrossEntropy(Function):
                 "them in backward: modify logits.clone()"
             )
         if torch.is_grad_enabled():  # create_graph=True
-            logits = placeholder + ctx.logits  # the placeholder is zeros with the graph of the logits
-            reduction = "sum" if ctx.count is None else "mean"
-            loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=reduction)
-            (result,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
+            result = _differentiable_gradient(ctx, gradient, placeholder, labels)
         else:
-            result = _first_derivative(ctx, gradient, labels)
+            result = _plain_gradient(ctx, gradient, labels)
         if placeholder_gradient is not None:
             result = result + placeholder_gradient
         return result, None, None, None, None
 
 
-def _first_derivative(ctx: Any, gradient: Tensor, labels: Tensor) -> Tensor:
+def _differentiable_gradient(ctx: Any, gradient: Tensor, placeholder: Tensor, labels: Tensor) -> Tensor:
+    logits = placeholder + ctx.logits  # zeros with the graph of the logits, and their values
+    reduction = "sum" if ctx.count is None else "mean"
+    loss = cross_entropy_reference(logits, labels, ignore_index=ctx.ignore_index, reduction=reduction)
+    return torch.autograd.grad(loss, logits, gradient, create_graph=True)[0]
+
+
+def _plain_gradient(ctx: Any, gradient: Tensor, labels: Tensor) -> Tensor:
     """Return the gradient of the logits, written over them if possible."""
-    # torch has no public API for retain_graph=True, after which another backward reads the logits.
+    # Private API for retain_graph=True, after which another backward reads the logits.
     keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     result = torch.empty_like(ctx.logits) if keeps_graph or is_shared(ctx.logits) else ctx.logits
     ctx.rows.backward(result, ctx.logits, labels, ctx.denominators, gradient, ctx.count, ctx.ignore_index)
     if not keeps_graph:
-        ctx.logits = ctx.denominators = None  # a reference to the loss must not keep their memory
+        ctx.logits = ctx.denominators = None  # the loss may outlive backward
     return result
 
 
 class RowReference:
-    """Reference of the kernels, for blocks of rows cast to FP32."""
+    """Reference of the kernels."""
 
     @staticmethod
     def forward(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        """Return the log of the softmax denominator and the loss of each row, FP32; the loss is 0 if ignored."""
+        """Return the log of the softmax denominator and the loss (0 if ignored) of each row, FP32."""
         counted = labels != ignore_index
         targets = torch.where(counted, labels, 0)
         denominators = logits.new_empty(logits.shape[0], dtype=torch.float32)
@@ -135,16 +136,13 @@ class RowReference:
         result: Tensor, logits: Tensor, labels: Tensor, denominators: Tensor,
         gradient: Tensor, count: Tensor | None, ignore_index: int,
     ) -> None:  # fmt: skip
-        """Write the gradient of the logits to ``result``, which may be the logits.
-
-        ``gradient`` is that of the loss, ``count`` the number of rows of a mean, None for a sum.
-        """
+        """Write the gradient of the logits to ``result``, which may be the logits; ``count`` is None for a sum."""
         counted = labels != ignore_index
         factor = gradient if count is None else gradient / count
         targets, factors = torch.where(counted, labels, 0), torch.where(counted, factor, 0.0)
         hit = torch.full((1, 1), -1.0, dtype=torch.float32, device=logits.device)
         for rows in _blocks(logits):
-            # softmax - 1 at the label, times the gradient of the row's loss. The subtraction is in FP32.
+            # (softmax - 1 at the label) times the gradient of the row's loss
             values = logits[rows].to(torch.float32, copy=True).sub_(denominators[rows, None]).exp_()
             values.scatter_add_(1, targets[rows, None], hit.expand(values.shape[0], 1))
             result[rows] = values.mul_(factors[rows, None])

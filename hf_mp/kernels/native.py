@@ -1,6 +1,6 @@
 """Compilation of ``native.cpp`` at its first use, into torch's cache of extensions.
 
-Each version of torch needs its own file: the stable ABI has neither op handles nor dispatch key guards.
+Each torch needs its own file: the stable ABI has neither op handles nor dispatch key guards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_mp._warnings import warn_caller
 
 VARIABLE = "HF_MP_NATIVE"
 SETTINGS = ("auto", "0", "1")
-COMPILE_SECONDS = 600.0  # timeout of the compiler, and of waiting for another process that compiles
+COMPILE_SECONDS = 600.0  # timeout of a compilation
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _NAME = "hf_mp_native"  # module name, as in the source
@@ -32,7 +32,7 @@ _NAME = "hf_mp_native"  # module name, as in the source
 
 @functools.cache
 def native() -> ModuleType | None:
-    """Return the compiled module; None if not used (:func:`unavailable_reason`) or, with one warning, if it fails.
+    """Return the compiled module; None if not used (:func:`unavailable_reason`), or with one warning if it fails.
 
     Raises:
         ValueError: for an ``HF_MP_NATIVE`` that is not ``auto``, ``0`` or ``1``.
@@ -71,7 +71,6 @@ def unavailable_reason() -> str | None:
 
 
 def is_compiled() -> bool:
-    """Whether the kernels are compiled for this torch."""
     return _path().exists()
 
 
@@ -80,7 +79,6 @@ def _compiler() -> str:
 
 
 def _path() -> Path:
-    """Return the path of the compiled file for this source, torch and Python."""
     # The folder of torch.utils.cpp_extension, which takes 0.25 s to import.
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or f"{os.environ.get('XDG_CACHE_HOME', '~/.cache')}/torch_extensions"
     key = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
@@ -88,7 +86,7 @@ def _path() -> Path:
 
 
 def _compile(path: Path) -> None:
-    """Compile the extension to ``path``. Other processes wait up to ``COMPILE_SECONDS`` for it."""
+    """Compile the extension to ``path``; other processes wait."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Tested first, because nearly all values are of these types. The attributes of functions and classes are not searched.
+# Tested first, because most values are of these types.
 _ATOMS = (str, bytes, int, float, complex, type(None), type, types.FunctionType, types.MethodType, types.ModuleType)
 _SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 _ITERATED: Any = (types.GeneratorType, map, filter, zip, collections.abc.MappingView)
@@ -22,18 +22,16 @@ _ITERATED: Any = (types.GeneratorType, map, filter, zip, collections.abc.Mapping
 def apply_to_tensors(function: Callable[[Tensor], Any], value: Any, *, objects: bool = False) -> Any:
     """Apply ``function`` to the tensors of ``value``, in containers, dataclasses and namespaces.
 
-    Only containers with changes are copied; a model may write to its arguments. With ``objects``, attributes of objects
-    of other classes (``torch.distributions``) are replaced in place, because other code may refer to the objects.
-    Modules, functions, Transformers' caches, generators and closures are skipped.
+    Only containers with changes are copied; a model may write to its arguments. With ``objects``, attributes of other
+    objects (``torch.distributions``) are replaced in place. Modules, functions, Transformers' caches, generators and
+    closures are skipped.
     """
-    return _applied(function, value, objects, {})
+    return _apply(function, value, objects, {})
 
 
-def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done: dict[int, Any]) -> Any:
-    """Implement :func:`apply_to_tensors`. ``done`` has results by the id of an object, because objects may form cycles.
-
-    Not a recursive closure: its reference cycle would keep a model's outputs alive until the garbage collector runs.
-    """
+# Not a closure: its reference cycle would keep a model's outputs alive until the garbage collector runs.
+def _apply(function: Callable[[Tensor], Any], value: Any, objects: bool, done: dict[int, Any]) -> Any:
+    """Implement :func:`apply_to_tensors`. ``done`` maps the id of an object to its result; objects may form cycles."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, _ATOMS):
@@ -42,8 +40,8 @@ def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done:
         return done[id(value)]
     done[id(value)] = value
     entries = _entries(value, objects)
-    results = [(key, old, _applied(function, old, objects, done)) for key, old in entries]
-    changed = {key: new for key, old, new in results if new is not old}
+    results = [(key, item, _apply(function, item, objects, done)) for key, item in entries]
+    changed = {key: result for key, item, result in results if result is not item}
     if changed:
         done[id(value)] = _with_entries(value, entries, changed)
     return done[id(value)]
@@ -52,12 +50,13 @@ def _applied(function: Callable[[Tensor], Any], value: Any, objects: bool, done:
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply ``function`` to the tensors of an argument or result, in the containers of ``torch.amp.custom_fwd``.
 
-    torch.compile traces it. A mapping without changes is returned itself, because other code may write to it.
+    torch.compile traces it.
     """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, _SEQUENCES):
         return _like(value, [map_tensors(function, item) for item in value])
+    # A mapping without changes is returned itself, because other code may write to it.
     if isinstance(value, Mapping) and any([function(tensor) is not tensor for tensor in tensors_in(value)]):
         mapped = {key: map_tensors(function, item) for key, item in value.items()}
         return mapped if type(value) is dict else _with_entries(value, [], mapped)
@@ -67,7 +66,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in ``value``, in the containers that :func:`apply_to_tensors` supports, nested too."""
+    """Yield the tensors in ``value``, in the containers of :func:`apply_to_tensors`."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -84,7 +83,7 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 
 def _entries(value: Any, objects: bool = False) -> list[tuple[Any, Any]]:
-    """Return keys, indices or attribute names of ``value`` with their values; with ``objects`` of any object."""
+    """Return the items of a container, or attributes of a record; with ``objects``, of any object."""
     if isinstance(value, _SEQUENCES):
         return list(enumerate(value))
     if isinstance(value, Mapping):
@@ -97,15 +96,15 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a loss may depend on the attributes of ``value``: False for modules and Transformers' caches."""
+    """Return whether ``value`` is neither a module nor a Transformers cache."""
     cache_utils = sys.modules.get("transformers.cache_utils")
     return not isinstance(value, nn.Module if cache_utils is None else (nn.Module, cache_utils.Cache))
 
 
 def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any, Any]) -> Any:
-    """Replace the entries in ``changed``, in a copy of a container or record, or in any other object itself.
+    """Return a copy of a container or record with ``changed``, or change another object in place.
 
-    ``entries`` are all entries; only those of a sequence are read.
+    ``entries`` are all entries of a sequence.
     """
     if isinstance(value, _SEQUENCES):
         return _like(value, [changed.get(key, item) for key, item in entries])
@@ -121,7 +120,6 @@ def _with_entries(value: Any, entries: list[tuple[Any, Any]], changed: dict[Any,
 
 
 def _like(value: Any, items: list[Any]) -> Any:
-    """Return a sequence of ``items`` of the type of ``value``."""
     if hasattr(value, "_fields"):  # a named tuple; torch.return_types.* are built from a sequence
         return type(value)(*items)
     if isinstance(value, collections.deque):
@@ -130,11 +128,10 @@ def _like(value: Any, items: list[Any]) -> Any:
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of ``value`` in its ``__dict__``, dataclass fields and slots, not those of its class."""
     names = dict.fromkeys(getattr(value, "__dict__", ()))
     if is_dataclass(value):
         names.update(dict.fromkeys(field.name for field in fields(value)))
-    for base in type(value).__mro__:  # a class lists only the slots that it adds
+    for base in type(value).__mro__:  # a class lists its own slots only
         slots = vars(base).get("__slots__", ())
         names.update(dict.fromkeys([slots] if isinstance(slots, str) else slots))
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]

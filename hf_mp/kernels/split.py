@@ -1,15 +1,14 @@
 """Split representation of an FP32 value: its FP16/BF16 rounding (the working copy) and a 16-bit remainder.
 
-The two halves need the 4 bytes of the FP32 value, and the forward reads the working copy without a cast (master weight
-splitting of FlashOptim). BF16 is the upper half of FP32, so the remainder is the difference of the bit patterns, exact
-for every finite value. In FP16 the remainder counts units of 2**-25 of the working copy's binade:
+This is the master weight splitting of FlashOptim. BF16 is the upper half of FP32, and the remainder the difference of
+the bit patterns, exact for finite values. In FP16 the remainder counts units of 2**-25 of the working copy's binade:
 
-- exact for 2**-16 <= abs(value) < 65520, which includes FP16's normal range;
+- exact for 2**-16 <= abs(value) < 65520;
 - an error below 2**-39 for smaller values;
 - larger values are clamped to 65519.996, the largest that FP16 rounds to a finite number.
 
-Working copies are rounded to nearest. BF16 rounds ties away from zero: to even, 2**16 + 1 values would have one copy,
-one more than a remainder can distinguish. FP16 rounds ties to even, as torch does.
+Working copies are rounded to nearest, FP16 with ties to even, BF16 with ties away from zero: to even, 2**16 + 1 values
+would have one copy, one more than a remainder can distinguish.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 REMAINDER_DTYPE = torch.int16
-FP16_LARGEST_MASTER = 65520.0 - 2.0**-8  # largest FP32 number that FP16 rounds to a finite one
-_BLOCK_ELEMENTS = 2**18  # temporaries fit a CPU's cache
+FP16_LARGEST_MASTER = 65520.0 - 2.0**-8
+_BLOCK_ELEMENTS = 2**18  # for a CPU's cache
 
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_BINADE = 0x38800000  # FP32 bits of 2**-14, the smallest normal FP16 number
 _LARGEST_BINADE = 0x47000000  # FP32 bits of 2**15
-_MINUS_INVERSE = ((254 + 25) << 23) - 2**31  # minus the FP32 bits of a power of two p: the bits of -2**25 / p
+_MINUS_INVERSE = ((254 + 25) << 23) - 2**31  # minus the FP32 bits of 2**n: those of -2**(25 - n)
 
 
 class Split(NamedTuple):
-    """Halves of an FP32 tensor, with its shape: FP16/BF16 ``working``, int16 ``remainder``."""
+    """Halves of an FP32 tensor, with its shape."""
 
-    working: Tensor
-    remainder: Tensor
+    working: Tensor  # FP16/BF16
+    remainder: Tensor  # int16
 
 
 def split(value: Tensor, dtype: torch.dtype) -> Split:
@@ -53,12 +52,12 @@ def split(value: Tensor, dtype: torch.dtype) -> Split:
 
 @torch.no_grad()
 def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
-    """Split ``value`` into existing tensors of its shape; see :func:`split`."""
+    """Split ``value`` into existing tensors of its shape (:func:`split`)."""
     if value.dtype is not torch.float32:
         raise TypeError(f"only FP32 values are split, not {value.dtype}: cast with .float() first")
     split_block, _, largest = _format(working.dtype)
     for whole, upper, lower in cache_blocks(value, working, remainder):
-        # Nearly all blocks take the fast path. On a GPU the check would synchronize.
+        # On a GPU the check would synchronize.
         if whole.device.type == "cpu" and _is_within(whole, largest):
             split_block(whole, upper, lower)
             continue
@@ -69,7 +68,7 @@ def split_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
 
 
 def merge(working: Tensor, remainder: Tensor) -> Tensor:
-    """Return the FP32 value of two halves; a TypeError if ``working`` is neither FP16 nor BF16."""
+    """Return the FP32 value of two halves; a TypeError for other dtypes of ``working``."""
     value = torch.empty_like(working, dtype=torch.float32, memory_format=torch.contiguous_format)
     merge_into(value, working, remainder)
     return value
@@ -77,14 +76,13 @@ def merge(working: Tensor, remainder: Tensor) -> Tensor:
 
 @torch.no_grad()
 def merge_into(value: Tensor, working: Tensor, remainder: Tensor) -> None:
-    """Merge two halves into an existing FP32 tensor of their shape."""
     merge_block = _format(working.dtype).merge_block
     for block in cache_blocks(value, working, remainder):
         merge_block(*block)
 
 
 def cache_blocks(*tensors: Tensor, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[Tensor, ...]]:
-    """Yield blocks of the tensors, so that temporaries fit a CPU's cache; the whole tensors on other devices."""
+    """Yield blocks of contiguous CPU tensors of one size; other tensors as a whole."""
     is_one_block = tensors[0].numel() <= elements
     if is_one_block or not all([tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors]):
         yield tensors
@@ -96,7 +94,6 @@ def cache_blocks(*tensors: Tensor, elements: int = _BLOCK_ELEMENTS) -> Iterator[
 
 
 def _is_within(value: Tensor, limit: float) -> bool:
-    """Whether no magnitude of ``value`` is above ``limit`` or NaN."""
     if value.numel() == 0 or is_fake(value):
         return True
     smallest, largest = torch.aminmax(value)
@@ -119,27 +116,25 @@ def _merge_into_bf16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
 def _split_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     working.copy_(value)
     rounded = working.float()
-    minus_units = rounded - value
-    exponent = rounded.view(torch.int32).bitwise_and_(_EXPONENT_BITS).clamp_(min=_SMALLEST_BINADE)
-    exponent.neg_().add_(_MINUS_INVERSE)  # the multiplication below is exact; a division takes 6 times as long
-    # Rounded towards zero: rounded up to a tie, the master would round to another working copy.
-    remainder.copy_(minus_units.mul_(rounded))
+    minus_error = rounded - value
+    binade = rounded.view(torch.int32).bitwise_and_(_EXPONENT_BITS).clamp_(min=_SMALLEST_BINADE)
+    minus_inverse_unit = binade.neg_().add_(_MINUS_INVERSE).view(torch.float32)
+    # Exact; a division takes 6 times as long. The cast to int16 rounds towards zero: rounded up to a tie, the master
+    # would round to another working copy.
+    remainder.copy_(minus_error.mul_(minus_inverse_unit))
 
 
 def _merge_into_fp16(value: Tensor, working: Tensor, remainder: Tensor) -> None:
     value.copy_(working)
-    exponent = value.view(torch.int32).bitwise_and(_EXPONENT_BITS)
-    exponent.clamp_(_SMALLEST_BINADE, _LARGEST_BINADE)
+    binade = value.view(torch.int32).bitwise_and(_EXPONENT_BITS).clamp_(_SMALLEST_BINADE, _LARGEST_BINADE)
     # Negated as an integer and again as a float, so that -0.0 stays -0.0: -0.0 + -(0.0 * unit).
-    value.addcmul_(remainder.neg().float(), exponent.view(torch.float32), value=-(2.0**-25))
+    value.addcmul_(remainder.neg().float(), binade.view(torch.float32), value=-(2.0**-25))
 
 
 class _Format(NamedTuple):
-    """Functions for the halves of one dtype of working copies."""
-
     split_block: Callable[..., None]
     merge_block: Callable[..., None]
-    largest: float  # largest magnitude that ``split_block`` supports
+    largest: float  # magnitude that ``split_block`` supports
 
 
 _FORMATS = {

@@ -6,7 +6,7 @@ import torch
 
 
 def is_compiling_or_transforming() -> bool:
-    """Whether only differentiable torch ops may be used.
+    """Return whether only differentiable torch ops may be used.
 
     torch.compile chooses the tensors to save, and torch.func supports neither saved-tensor hooks nor autograd functions
     without ``setup_context``.
@@ -15,6 +15,6 @@ def is_compiling_or_transforming() -> bool:
 
 
 def is_saving_elsewhere() -> bool:
-    """Whether saved-tensor hooks, of a checkpoint or an offload, are active."""
+    """Return whether saved-tensor hooks, of a checkpoint or an offload, are active."""
     # torch has no public API to read them.
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -1,4 +1,4 @@
-"""Fused AdamW in Triton: each tensor of an update is read once and written once."""
+"""Fused AdamW in Triton: each tensor is read once and written once."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -43,7 +43,7 @@ def unit_bits(rounded):
 
 @triton.jit
 def merge_fp16(working, remainder):
-    """Return the FP32 value of two halves, with the sign of ``working``, also of -0.0."""
+    """Return the FP32 value of two halves, with the sign of ``working``, also for -0.0."""
     rounded = working.to(tl.float32)
     merged = rounded + remainder.to(tl.float32) * unit_bits(rounded).to(tl.float32, bitcast=True)
     sign = (rounded.to(tl.int32, bitcast=True) >> 31) << 31
@@ -52,7 +52,7 @@ def merge_fp16(working, remainder):
 
 @triton.jit
 def split_fp16(value):
-    """Split with ties to even and the remainder rounded towards zero. Infinities and NaN have a remainder of 0."""
+    """Round ties to even, and the remainder towards zero. Infinities and NaN have a remainder of 0."""
     is_finite = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
     largest = 65520.0 - 0.00390625
     bounded = tl.where(is_finite, tl.minimum(tl.maximum(value, -largest), largest), value)
@@ -70,7 +70,7 @@ def merge_bf16(working, remainder):
 
 @triton.jit
 def split_bf16(value):
-    """Split with ties away from zero. A NaN becomes a quiet NaN with its upper half."""
+    """Round ties away from zero. A NaN becomes a quiet NaN with its upper half."""
     bits = value.to(tl.int32, bitcast=True)
     upper = (bits + 0x8000) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -84,10 +84,10 @@ def advance_kernel(
     columns, numbers, lr_at, found_inf, lr: tl.float64, weight_decay: tl.float64, beta1: tl.float64, beta2: tl.float64,
     begin, end, tensors, HAS_LR_AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count a step of the tensors ``begin`` to ``end`` of one group, and write their ``numbers``.
+    """Count a step of the tensors ``begin`` to ``end`` of one group, and compute their ``numbers`` in FP64.
 
-    Computed in FP64 and rounded once. ``columns`` and ``numbers`` are those of :func:`adamw_kernel`. The learning rate
-    is read from ``lr_at`` if ``HAS_LR_AT``; otherwise it is ``lr``.
+    ``columns`` and ``numbers`` are those of :func:`adamw_kernel`. With ``HAS_LR_AT`` the learning rate is read from
+    ``lr_at``, otherwise it is ``lr``.
     """
     tensor = begin + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensor < end
@@ -116,7 +116,7 @@ def adamw_kernel(
     beta2, weight1, weight2, eps, tensors,
     GRADIENT: tl.constexpr, WORKING: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one block per program, with the order of operations of ``adamw_reference``.
+    """Update one block per program, in the order of ``adamw_reference``.
 
     Two tables have a column for each of the ``tensors`` parameters, and these rows:
 
@@ -125,8 +125,8 @@ def adamw_kernel(
     - ``numbers``, FP32, written by :func:`advance_kernel`: 0 minus the step size, 1 square root of the second moment's
       bias correction, 2 factor of weight decay.
 
-    ``gradients`` are addresses. ``numels`` and ``blocks`` are those of ``Table``, ``factor`` and ``found_inf`` those of
-    ``adamw_reference``. ``weight1`` and ``weight2`` are 1 - beta1 and 1 - beta2.
+    ``gradients`` are addresses; ``weight1`` and ``weight2`` are 1 - beta1 and 1 - beta2. Others are those of ``Table``
+    and ``adamw_reference``.
     """
     tensor, offsets, mask = place_of(numels, blocks, ALIGNED, BLOCK)
     mask = tl.where(tl.load(found_inf) == 0, mask, False)
@@ -178,13 +178,11 @@ def adamw_kernel(
 
 @functools.cache
 def _constant(number: float, device: torch.device, stream: int) -> Tensor:
-    """Return ``number`` as the default of ``factor`` or ``found_inf``; cached, because CUDA graphs read it."""
+    """Return ``number`` as a tensor; cached, because CUDA graphs read it."""
     return torch.full((1,), number, dtype=torch.float32, device=device)
 
 
 class _Format(NamedTuple):
-    """Constants of the kernel for one kind of parameters, and their group."""
-
     group: int
     gradient: torch.dtype
     working: torch.dtype | None
@@ -192,7 +190,6 @@ class _Format(NamedTuple):
 
 
 def _addresses_of(tensors: AdamWTensors) -> tuple[int, ...]:
-    """Return the rows 0 to 3 of the ``columns`` of :func:`adamw_kernel` for one parameter."""
     is_split = tensors.remainder is not None
     master_or_half = tensors.working if is_split else tensors.master
     copy_or_remainder = tensors.remainder if is_split else tensors.working
@@ -203,8 +200,8 @@ def _addresses_of(tensors: AdamWTensors) -> tuple[int, ...]:
 class Update:
     """AdamW steps for parameters of one device with unchanged addresses, without synchronization.
 
-    One launch for each group counts the steps. For each format in a group, one launch updates the aligned
-    parameters, and one the others. ``counts`` are the numbers of parameters of the groups.
+    One launch for each group counts the steps. For each format, one launch updates the aligned parameters, and one the
+    others. ``counts`` are the numbers of parameters of the groups.
     """
 
     def __init__(self, parameters: Sequence[AdamWTensors], counts: Sequence[int]) -> None:
@@ -218,10 +215,9 @@ class Update:
         self._kinds = tuple(map(self._formats.index, formats))
         self._numels = array("q", [one.gradient.numel() for one in parameters]).tobytes()
         states = list(map(_addresses_of, parameters))
-        # for each parameter the bitwise or of its addresses, which shows alignment
-        self._bits = tuple([functools.reduce(operator.or_, state) for state in states])
-        columns = (*zip(*states, strict=True), [one.step.data_ptr() for one in parameters])
-        self._addresses = array("q", itertools.chain(*columns)).tobytes()
+        self._alignments = tuple([functools.reduce(operator.or_, state) for state in states])
+        rows = (*zip(*states, strict=True), [one.step.data_ptr() for one in parameters])
+        self._columns = array("q", itertools.chain(*rows)).tobytes()
 
     @torch.no_grad()
     def __call__(
@@ -233,14 +229,15 @@ class Update:
     ) -> None:
         """Run ``adamw_reference`` with the settings of each group; gradients keep dtypes and sizes."""
         device, stream, count = self._device, stream_of(self._device), len(gradients)
-        columns = on_device(self._addresses, device, stream)
+        columns = on_device(self._columns, device, stream)
         addresses = array("q", map(Tensor.data_ptr, gradients)).tobytes()
-        table = table_of(addresses, self._numels, self._kinds, device, stream, self._bits)
+        table = table_of(addresses, self._numels, self._kinds, device, stream, self._alignments)
         found_inf = _constant(0.0, device, stream) if found_inf is None else found_inf.to(device)
         factor = _constant(1.0, device, stream) if factor is None else factor.to(device)
-        numbers, begin = torch.empty((3, count), dtype=torch.float32, device=device), 0
+        numbers = torch.empty((3, count), dtype=torch.float32, device=device)
+        begin = 0
         with torch.cuda.device_of(numbers):  # Triton launches on the current device
-            # Steps are counted on the device: the host may not have read yet whether the last update was skipped.
+            # The host may not have read yet whether the last update was skipped.
             for group, size in zip(settings, self._counts, strict=True):
                 has_lr_at = isinstance(group.lr, Tensor)
                 lr_at, lr = (group.lr, 0.0) if has_lr_at else (numbers, group.lr)
@@ -263,7 +260,6 @@ class Update:
 
 
 def pairs(device: torch.device) -> Iterator[Pair]:
-    """Yield weights and state after two steps of the kernel, with those of the reference on the CPU."""
     settings = AdamWSettings(lr=1e-2, weight_decay=0.1)
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = 10.0 ** torch.linspace(-9, 4, 2 * BLOCKS[True] + 1, dtype=torch.float32, device="cpu")

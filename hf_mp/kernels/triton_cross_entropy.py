@@ -16,18 +16,15 @@ from hf_mp.kernels.triton_tables import DTYPES, WARPS, launch, stream_of
 
 BLOCK = 4096
 
-# The number of classes is a compile-time constant, because a model has one.
-
 
 @triton.jit
 def load_logits(address, mask):
-    """Load FP32 values; -inf where masked."""
     return tl.load(address, mask=mask, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
 def row_offsets(row, CLASSES: tl.constexpr):
-    """Return the offsets of a row's begin and end, and of the begin and end of its aligned vectors of 16 elements."""
+    """Return the begin and end of a row, and of its aligned vectors of 16 elements."""
     first = row.to(tl.int64) * CLASSES
     end = first + CLASSES
     body = (first + 15) // 16 * 16
@@ -36,16 +33,16 @@ def row_offsets(row, CLASSES: tl.constexpr):
 
 @triton.jit
 def edges(first, end, body, body_end):
-    """Return the 32 offsets of a row before and after its aligned vectors, and their mask: up to 16 on each side."""
+    """Return 16 offsets before and 16 after the aligned vectors of a row, and their mask."""
     edge = tl.arange(0, 32)
-    head, tail = first + edge, tl.maximum(body, body_end) + edge - 16
-    offset = tl.where(edge < 16, head, tail)
-    return offset, tl.where(edge < 16, head < tl.minimum(body, end), tail < end)
+    before, after = first + edge, tl.maximum(body, body_end) + edge - 16
+    is_in_row = tl.where(edge < 16, before < tl.minimum(body, end), after < end)
+    return tl.where(edge < 16, before, after), is_in_row
 
 
 @triton.jit
 def update_max_and_sum(largest, total, values):
-    """Update the maximum, and the sum of exp(value - maximum), with a block of values (online softmax)."""
+    """Add a block of values to the maximum and to the sum of exp(value - maximum) (online softmax)."""
     new_largest = tl.maximum(largest, tl.max(values, axis=0))
     shift = tl.where(tl.abs(new_largest) == float("inf"), 0.0, new_largest)
     # tl.maximum ignores NaN; the sum becomes NaN
@@ -57,7 +54,7 @@ def update_max_and_sum(largest, total, values):
 def forward_kernel(
     logits, labels, denominators, losses, CLASSES: tl.constexpr, IGNORED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute the log of the softmax denominator and the loss of one row per program, with one read of the row."""
+    """Compute the log of the softmax denominator and the loss of one row per program, read once."""
     row = tl.program_id(0)
     first, end, body, body_end = row_offsets(row, CLASSES)
     largest = tl.full((), -float("inf"), tl.float32)
@@ -71,8 +68,8 @@ def forward_kernel(
     denominator = tl.log(total) + tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
     target = tl.load(labels + row)
     is_class = (target >= 0) & (target < CLASSES)  # the loss is NaN for other labels
-    expected = load_logits(logits + first + tl.where(is_class, target, 0), True)
-    expected = tl.where(is_class, expected, float("nan"))
+    at_target = load_logits(logits + first + tl.where(is_class, target, 0), True)
+    expected = tl.where(is_class, at_target, float("nan"))
     tl.store(denominators + row, denominator)
     tl.store(losses + row, tl.where(target == IGNORED, 0.0, denominator - expected))
 
@@ -139,7 +136,6 @@ class RowKernels:
 
 
 def pairs(device: torch.device) -> Iterator[Pair]:
-    """Yield losses and gradients of the kernels, with those of the reference."""
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPES:
         normal = torch.randn(4, BLOCK + 5, generator=generator, dtype=torch.float32, device="cpu")

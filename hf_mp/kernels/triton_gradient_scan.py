@@ -35,7 +35,7 @@ def scan_kernel(
     gradients, numels, blocks, largest_bits, squares, begin,
     DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the bits of the largest magnitude and the FP32 sum of squares of one block per program."""
+    """Write the bits of the largest magnitude and the sum of squares of one block per program."""
     tensor, offsets, mask = place_of(numels, blocks, ALIGNED, BLOCK)
     values = load_as_fp32(tl.load(gradients + tensor), offsets, mask, ALIGNED, DTYPE)
     part = begin + tl.program_id(0)
@@ -47,7 +47,7 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def reduce_kernel(largest_bits, squares, result, count, PARTS: tl.constexpr):
-    """Write the largest magnitude of all blocks, the norm and the sum of squares in FP64; one program."""
+    """Write the largest magnitude, the norm and the FP64 sum of squares of all blocks."""
     start = 0
     largest = tl.zeros((PARTS,), tl.int32)
     total = tl.zeros((PARTS,), tl.float64)
@@ -64,17 +64,17 @@ def reduce_kernel(largest_bits, squares, result, count, PARTS: tl.constexpr):
 
 @torch.no_grad()
 def scan(tensors: Sequence[Tensor], *, sums_squares: bool = False) -> Scan | tuple[Tensor, Tensor]:
-    """Compute ``scan_reference``. Squares are summed in FP32 within a block, in FP64 across blocks.
+    """Compute ``scan_reference``, with squares summed in FP32 within a block, in FP64 across blocks.
 
-    With ``sums_squares``: the largest magnitude and, in place of the norm, the sum of squares in FP64, of shape ().
+    ``sums_squares`` returns the FP64 sum of squares, of shape (), in place of the norm.
     """
     device = tensors[0].device
     stream = stream_of(device)
     table = table_of(*traits_of(tensors), device, stream)
     count = sum([len(part.blocks) for part in table.parts])
     largest_bits = torch.empty(count, dtype=torch.int32, device=device)
-    # Largest magnitude, norm, and the 8 bytes of a sum in FP64.
-    squares, result = (torch.empty(size, dtype=torch.float32, device=device) for size in (count, 4))
+    squares = torch.empty(count, dtype=torch.float32, device=device)
+    result = torch.empty(4, dtype=torch.float32, device=device)  # largest magnitude, norm, FP64 sum
     begin = 0
     with torch.cuda.device_of(result):  # Triton launches on the current device
         for part in table.parts:
@@ -94,7 +94,6 @@ def scan(tensors: Sequence[Tensor], *, sums_squares: bool = False) -> Scan | tup
 
 
 def pairs(device: torch.device) -> Iterator[Pair]:
-    """Yield results of the kernel with those of the reference."""
     generator = torch.Generator("cpu").manual_seed(0)
     for dtype in DTYPES:
         make = functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")

@@ -17,7 +17,7 @@ from torch import Tensor
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 VECTOR = 16  # elements: 16 bytes of the smallest dtype, twice
 WARPS = 8
-# Elements of a program, by whether it loads whole vectors. With scalar loads, more than 4 a thread cost registers.
+# Elements of a program, by alignment. With scalar loads, more than 4 a thread cost registers.
 BLOCKS = {True: 4096, False: 1024}
 
 
@@ -26,10 +26,9 @@ class Part(NamedTuple):
 
     kind: int
     is_aligned: bool  # addresses and sizes of all tensors are multiples of VECTOR
-    blocks: Tensor  # int64 of shape (blocks, 2): index of a tensor in the table, index of a block in the tensor
+    blocks: Tensor  # int64 of shape (blocks, 2): index of a tensor, index of a block in it
 
     def constants(self) -> dict[str, Any]:
-        """Return the compile-time constants of the kernel."""
         return {"ALIGNED": self.is_aligned, "BLOCK": BLOCKS[self.is_aligned]}
 
 
@@ -38,7 +37,7 @@ class Table(NamedTuple):
 
     addresses: Tensor  # int64
     numels: Tensor  # int64
-    parts: list[Part]  # for each kind up to two: aligned tensors, and others
+    parts: list[Part]  # up to two of each kind
 
 
 @functools.lru_cache(maxsize=64)  # the addresses of earlier steps are often reused
@@ -50,26 +49,27 @@ def table_of(
     stream: int,
     others: tuple[int, ...] | None = None,
 ) -> Table:
-    """Return the table of tensors with int64 ``addresses`` and ``numels``; a launch is for one of the ``kinds``.
+    """Return the table of tensors with int64 ``addresses`` and ``numels``, with a launch for each of the ``kinds``.
 
-    ``others`` has, for each tensor, the bitwise or of further addresses that must be aligned.
+    ``others`` has the bitwise or of further addresses of each tensor.
     """
-    bits = map(operator.or_, array("q", addresses), array("q", numels))
-    bits = bits if others is None else map(operator.or_, bits, others)
-    are_aligned = tuple([number % VECTOR == 0 for number in bits])
+    # The bitwise or of numbers is a multiple of VECTOR if all of them are.
+    combined = map(operator.or_, array("q", addresses), array("q", numels))
+    if others is not None:
+        combined = map(operator.or_, combined, others)
+    are_aligned = tuple([number % VECTOR == 0 for number in combined])
     parts = _parts(numels, kinds, are_aligned, device, stream)
     return Table(on_device(addresses, device, stream), on_device(numels, device, stream), parts)
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the current stream. It is part of the cache keys, because a table is copied on one stream."""
+    """Return the current stream, a part of the cache keys, because a table is copied on one stream."""
     return triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
 
 
 # Cached, so that a step captured in a CUDA graph copies nothing.
 @functools.lru_cache(maxsize=256)
 def on_device(numbers: bytes, device: torch.device, stream: int) -> Tensor:
-    """Return int64 numbers as a tensor on ``device``, cached."""
     return _copied(torch.frombuffer(bytearray(numbers), dtype=torch.int64), device)
 
 
@@ -77,44 +77,41 @@ def on_device(numbers: bytes, device: torch.device, stream: int) -> Tensor:
 def _parts(
     numels: bytes, kinds: Sequence[int], are_aligned: tuple[bool, ...], device: torch.device, stream: int
 ) -> list[Part]:
-    """Group the tensors of a table by kind and alignment, without empty ones."""
-    sizes, indices = array("q", numels), dict[tuple[int, bool], list[int]]()
+    sizes, groups = array("q", numels), dict[tuple[int, bool], list[int]]()
     for index, numel in enumerate(sizes):
         if numel:
-            indices.setdefault((kinds[index], are_aligned[index]), []).append(index)
-    parts = []
-    for (kind, is_aligned), found in indices.items():
-        blocks = _blocks(torch.tensor(found, device="cpu"), sizes, BLOCKS[is_aligned])
-        parts.append(Part(kind, is_aligned, _copied(blocks, device)))
-    return parts
+            groups.setdefault((kinds[index], are_aligned[index]), []).append(index)
+    return [
+        Part(kind, is_aligned, _copied(_blocks(indices, sizes, BLOCKS[is_aligned]), device))
+        for (kind, is_aligned), indices in groups.items()
+    ]
 
 
-def _blocks(indices: Tensor, numels: Sequence[int], size: int) -> Tensor:
-    """Return ``Part.blocks`` of the tensors ``indices``, for blocks of ``size`` elements."""
-    counts = (torch.tensor(numels, dtype=torch.int64, device="cpu")[indices] + size - 1) // size
+def _blocks(indices: Sequence[int], numels: Sequence[int], size: int) -> Tensor:
+    """Return ``Part.blocks`` for blocks of ``size`` elements."""
+    counts = (torch.tensor([numels[index] for index in indices], device="cpu") + size - 1) // size
     first_of_tensor = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     block_index = torch.arange(int(counts.sum()), device="cpu") - first_of_tensor
-    return torch.stack([torch.repeat_interleave(indices, counts), block_index], dim=1)
+    return torch.stack([torch.repeat_interleave(torch.tensor(indices, device="cpu"), counts), block_index], dim=1)
 
 
 def _copied(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-_COMPILED: dict[Any, Any] = {}  # by specialization; None if this version of Triton has another launch interface
+_COMPILED: dict[Any, Any] = {}  # by specialization; None if this Triton has another launch interface
 
 
 def launch(kernel: Any, programs: int, stream: int, *args: Any, **constants: Any) -> None:
     """Call ``kernel[(programs,)](*args, **constants)``, from the second time on without Triton's argument analysis.
 
-    The analysis takes the host longer than the launch. ``kernel`` must not specialize on numbers. dtypes in
-    ``constants`` are torch's.
+    The analysis takes longer than the launch. ``kernel`` must not specialize on numbers.
     """
     specialization = [(one.dtype, one.data_ptr() % 16) if isinstance(one, Tensor) else None for one in args]
     key = (kernel, args[0].get_device(), *specialization, *constants.values())
     compiled = _COMPILED.get(key)
     if compiled is not None:
-        try:  # the call of Triton's own launch and of PyTorch's compiler, without launch hooks of profilers
+        try:  # as PyTorch's compiler, without launch hooks of profilers
             return compiled.run(
                 programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
                 *args, *kernel.arg_names[len(args) :],  # placeholders of the constants, which are compiled in
@@ -127,7 +124,7 @@ def launch(kernel: Any, programs: int, stream: int, *args: Any, **constants: Any
 
 @triton.jit
 def place_of(numels, blocks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the index of this program's tensor, the offsets of its block in the tensor, and their mask."""
+    """Return the index of this program's tensor, the offsets of its block in it, and their mask."""
     block = blocks + 2 * tl.program_id(0)
     tensor = tl.load(block)
     offsets = tl.load(block + 1) * BLOCK + tl.arange(0, BLOCK)
@@ -139,7 +136,6 @@ def place_of(numels, blocks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def places(address, offsets, ALIGNED: tl.constexpr, POINTER: tl.constexpr):
-    """Return pointers to the elements at ``offsets`` from ``address``."""
     pointers = address.to(POINTER) + offsets
     if ALIGNED:
         pointers = tl.multiple_of(pointers, 16)
@@ -148,5 +144,4 @@ def places(address, offsets, ALIGNED: tl.constexpr, POINTER: tl.constexpr):
 
 @triton.jit
 def load_as_fp32(address, offsets, mask, ALIGNED: tl.constexpr, DTYPE: tl.constexpr):
-    """Load values of ``DTYPE`` and cast them to FP32; 0 where masked."""
     return tl.load(places(address, offsets, ALIGNED, tl.pointer_type(DTYPE)), mask=mask, other=0.0).to(tl.float32)

@@ -1,9 +1,9 @@
 """Attention with dropout of FP16/BF16 tensors on a CPU, some heads at a time in FP32.
 
 With dropout, torch's CPU attention stores all scores, probabilities and dropout masks. :func:`attend` stores the RNG
-state, computes some heads at a time, and recomputes them in backward from the 16-bit query and key, as FlashAttention
-does (Dao et al. 2022, arXiv 2205.14135, section 3.1). Without dropout torch's flash kernel runs, in FP32: in 16 bits
-its rounding of probabilities depends on the number of rows, and its backward takes up to three times as long.
+state, and backward recomputes heads from the 16-bit operands, as FlashAttention does (Dao et al. 2022, arXiv
+2205.14135, section 3.1). Without dropout torch's flash kernel runs, in FP32: in 16 bits its rounding of probabilities
+depends on the number of rows, and its backward takes up to three times as long.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hf_mp.casting.cpu.upcast import is_dense
 from hf_mp.dtypes import LOWER_PRECISION_DTYPES
 from hf_mp.kernels.transforms import is_compiling_or_transforming
 
-OWN_SCORES = 2**22  # of one call; if the CPU multiplies in 16 bits, torch computes fewer in half of the time
-BLOCK_SCORES = 2**17  # 512 KiB in FP32: heads with fewer are computed together
+OWN_SCORES = 2**22  # of one call; fewer take torch half of the time on a CPU with 16-bit matmuls
+BLOCK_SCORES = 2**17  # 512 KiB in FP32; of heads that are computed together
 
-HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))  # whether flash attention is faster in BF16 than in FP32
+HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))  # flash attention is faster in BF16 then
 
-# Called by name, so that no mode or backend selection intervenes. Without it, torch's own attention runs.
+# Private, so that no mode or backend selection intervenes. Without it, torch's own attention runs.
 _MATH: Any = getattr(torch.ops.aten, "_scaled_dot_product_attention_math", None)
 _FLASH_CHOICE = SDPBackend.FLASH_ATTENTION.value
 ATTENTION = frozenset({F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention})
@@ -42,16 +42,16 @@ class Attention(NamedTuple):
     value: Tensor  # (batch, heads, S, Ev)
     mask: Tensor | None  # broadcast to (batch, heads, L, S); bool (False hides), or added to the scores
     dropout: float
-    is_causal: bool  # whether row i attends to keys up to i only
+    is_causal: bool  # row i attends to keys up to i only
     scale: float
 
 
 def read_attention(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
-    """Parse a call; None if torch has to compute or reject it."""
+    """Parse a call; None to leave it to torch."""
     try:
         return None if _MATH is None or is_compiling_or_transforming() else _read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError):
-        return None  # an invalid call: torch raises the better error
+        return None  # invalid: torch raises the better error
 
 
 def score_count(query: Tensor, key: Tensor) -> int:
@@ -66,7 +66,7 @@ def has_flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: A
         return False
     if type(query) is not Tensor and is_fake(query):  # torch selects no kernel for fake tensors
         return value.shape == key.shape and all(tensor.stride(-1) == 1 for tensor in heads)
-    # Private, as torch's attention uses it. Public API can only forbid kernels.
+    # Private. Public API can only forbid kernels.
     return bool(torch._fused_sdp_choice(*heads, *args, **kwargs) == _FLASH_CHOICE)
 
 
@@ -74,17 +74,16 @@ def _read(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Attention | None:  # fmt: skip
-    """Parse the arguments of an attention; None if torch computes it."""
     if not 0.0 < dropout_p < 1.0 or not all([_are_heads(one, query.dtype) for one in (query, key, value)]):
         return None
-    # Shared keys are left to torch: models with them are trained without dropout.
-    if query.shape[:2] != key.shape[:2] or value.shape[:3] != key.shape[:3] or query.shape[3] != key.shape[3]:
+    shares_keys = query.shape[:2] != key.shape[:2]  # models with shared keys are trained without dropout
+    is_valid = query.shape[3] == key.shape[3] and key.shape[:3] == value.shape[:3]
+    if shares_keys or not is_valid:
         return None
     if attn_mask is not None:
         if is_causal or not _is_mask(attn_mask, query.dtype):
             return None
-        # A view: each block reads its part.
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])  # a view, without memory
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return Attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
@@ -95,7 +94,7 @@ def _are_heads(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _is_mask(mask: Tensor, dtype: torch.dtype) -> bool:
-    # torch raises for a tokenizer's mask of 0 and 1, which would hide nothing when added to the scores.
+    # torch raises for a tokenizer's integer mask, which would hide nothing.
     return mask.dim() >= 2 and not mask.requires_grad and mask.dtype in (torch.bool, torch.float32, dtype)
 
 
@@ -105,30 +104,28 @@ def attend(attention: Attention) -> Tensor:
     Returns (batch, heads, L, Ev) in the dtype of the query. A backward with ``create_graph=True`` raises RuntimeError.
     """
     query, key, value, mask, *settings = attention
-    result: Tensor = _Attention.apply(query, key, value, mask, settings)
-    return result
+    return _Attention.apply(query, key, value, mask, settings)
 
 
 def _blocks(query: Tensor, key: Tensor) -> list[tuple[int, slice]]:
-    """Return the indices of heads that are computed together."""
+    """Return the places of heads that are computed together."""
     heads = max(1, BLOCK_SCORES // (query.shape[2] * key.shape[2]))
     starts = range(0, query.shape[1], heads)
     places = [(batch, slice(start, start + heads)) for batch in range(query.shape[0]) for start in starts]
-    # Fake tensors have no values: the first block represents the memory of all.
+    # The first block of fake tensors has the memory of all.
     return places[:1] if is_fake(query) else places
 
 
 def _attention_of_heads(heads: Sequence[Tensor], mask: Tensor | None, settings: Any) -> Tensor:
-    """Return the attention of some heads of one batch, FP32 of shape (heads, L, Ev).
+    """Return the attention of some heads of one batch, (heads, L, Ev).
 
-    ``heads`` are query, key and value, FP32 of shapes (heads, L, E), (heads, S, E) and (heads, S, Ev). ``mask``, FP32
-    of shape (heads, L, S), is added to the scores. ``settings`` are dropout, is_causal and scale.
+    ``heads`` are query, key and value of shapes (heads, L, E), (heads, S, E) and (heads, S, Ev). ``mask``, of shape
+    (heads, L, S), is added to the scores. All are FP32.
     """
     dropout, is_causal, scale = settings
     batches = (head.unsqueeze(0) for head in heads)
-    output, _ = _MATH(*batches, mask, dropout, is_causal, scale=scale)
-    result: Tensor = output[0]
-    return result
+    output: Tensor = _MATH(*batches, mask, dropout, is_causal, scale=scale)[0]
+    return output[0]
 
 
 class _Attention(Function):
@@ -136,7 +133,7 @@ class _Attention(Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Any) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.settings, ctx.random = settings, torch.get_rng_state()
-        # In the query's memory layout, which after Transformers' transpose(1, 2) is that of the next matmul.
+        # In the memory layout of the query, after Transformers' transpose(1, 2) that of the next matmul.
         result = torch.empty_like(query[..., :1].expand(*query.shape[:3], value.shape[-1]))
         for place in _blocks(query, key):
             heads = [tensor[place].float() for tensor in (query, key, value)]
@@ -165,11 +162,10 @@ class _Attention(Function):
 
 
 def _additive_mask(mask: Tensor | None, place: tuple[int, slice]) -> Tensor | None:
-    """Return the term added to the scores of some heads."""
     if mask is None:
         return None
     part = mask[place]
-    # torch's kernel would add True as 1; its caller converts a bool mask like this.
+    # torch's kernel would add True as 1.
     if part.dtype is torch.bool:
         return torch.zeros(part.shape, device="cpu").masked_fill_(~part, -math.inf)
     return part.float()

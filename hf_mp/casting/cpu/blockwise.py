@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hf_mp.casting.cpu.fp32_matmul import fp32_product
 
-BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: large enough for full matmul speed, small enough for caches and malloc
-LONGEST_ROW = 2**12  # of an operand: with longer ones a block would have too few rows and columns
+BLOCK_ELEMENTS = 2**20  # 4 MiB in FP32: enough for full matmul speed, small enough for caches and malloc
+LONGEST_ROW = 2**12  # of an operand: blocks of longer ones would have too few rows and columns
 
 
 def blocks(total: int, width: int) -> Iterator[slice]:
@@ -26,15 +26,15 @@ def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     Shapes are (M, K), (N, K) and (N,), without 0; strides are any.
     """
     (rows, inner), outer = x.shape, weight.shape[0]
-    is_one_block = max(rows, outer) * max(rows, inner) <= BLOCK_ELEMENTS and inner <= LONGEST_ROW
+    has_long_rows = inner > LONGEST_ROW
+    is_one_block = max(rows, outer) * max(rows, inner) <= BLOCK_ELEMENTS and not has_long_rows
     if is_one_block:
         bias32 = None if bias is None else bias.float()
         return fp32_product(x.float(), weight.float().t(), bias32).to(x.dtype)
-    width = inner if inner <= LONGEST_ROW else math.isqrt(BLOCK_ELEMENTS)
+    width = math.isqrt(BLOCK_ELEMENTS) if has_long_rows else inner
     result = x.new_empty(rows, outer)
     for row in blocks(rows, width):
-        # Cast once for all blocks of columns; longer rows are cast in pieces.
-        left = x[row].float() if width == inner else x[row]
+        left = x[row] if has_long_rows else x[row].float()  # short rows are cast once for all blocks of columns
         for column in blocks(outer, max(width, row.stop - row.start)):
             bias32 = None if bias is None else bias[column].float()
             result[row, column].copy_(_summed_product(left, weight[column], bias32, width))
@@ -42,7 +42,7 @@ def blockwise_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def _summed_product(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    """Return the FP32 matmul, accumulated over slices of ``width`` columns of both operands."""
+    """Return the FP32 matmul, accumulated over slices of ``width`` columns."""
     total = None
     for part, columns in zip(x.split(width, 1), weight.split(width, 1), strict=True):
         product = fp32_product(part.float(), columns.float().t(), bias if total is None else None)

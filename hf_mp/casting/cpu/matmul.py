@@ -1,9 +1,8 @@
 """Matmuls of FP16 tensors on a CPU without FP16 arithmetic, block by block in FP32.
 
 Blocks of 16-bit operands are cast to FP32 and multiplied, and the result is rounded once, as in a tensor core
-(Micikevicius et al. 2017, section 3.3). No operand or result exists whole in FP32, because page faults of a new large
-buffer cost more than the casts. Backward rounds, casts to FP32 and unscales the gradient of a weight block by block
-too. The reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
+(Micikevicius et al. 2017, section 3.3). No operand or result exists whole in FP32: page faults of a new large buffer
+cost more than the casts. The reference is ``run_through_fp32(torch.nn.functional.linear, ...)``.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from hf_mp.casting.cpu.upcast import is_dense, run_through_fp32
 from hf_mp.kernels.transforms import is_compiling_or_transforming
 from hf_mp.scale_boundary import GradientTarget, gradient_target, scale_gradient
 
-MIN_ELEMENTS = 2**21  # of a weight: a native matmul of torch with fewer costs the host less
+MIN_ELEMENTS = 2**21  # of a weight; with fewer, a native matmul of torch costs the host less
 
 
 class MatmulCall(NamedTuple):
-    """``x @ weight.T + bias``, parsed from a call of an op."""
+    """``x @ weight.T + bias``."""
 
     x: Tensor  # (..., K)
     weight: Tensor  # (N, K), or (K, N) if transposed
@@ -48,7 +47,7 @@ _PARSERS: dict[str, Callable[..., MatmulCall | None]] = {
 }
 
 
-WEIGHT_POSITIONS = {"linear": 1, "addmm": 2, "mm": 1, "matmul": 1}  # position of the weight
+WEIGHT_POSITIONS = {"linear": 1, "addmm": 2, "mm": 1, "matmul": 1}
 
 
 def parse_matmul(
@@ -62,7 +61,7 @@ def parse_matmul(
     try:
         call = _PARSERS[name](*args, **kwargs)
     except (TypeError, AttributeError):
-        return None  # an invalid call: torch raises the better error
+        return None  # invalid: torch raises the better error
     return call if call is not None and _can_multiply(call) else None
 
 
@@ -70,7 +69,8 @@ def _can_multiply(call: MatmulCall) -> bool:
     x, weight, bias, transposed = call
     if not all([_is_operand(tensor) for tensor in (x, weight, bias) if tensor is not None]):
         return False
-    if weight.dim() != 2 or x.dim() < 2 or 0 in x.shape or 0 in weight.shape or x.device.type != "cpu":
+    is_empty = 0 in x.shape or 0 in weight.shape
+    if is_empty or weight.dim() != 2 or x.dim() < 2 or x.device.type != "cpu":
         return False
     inner, outer = weight.shape if transposed else weight.shape[::-1]
     return x.shape[-1] == inner and (bias is None or bias.shape == (outer,))
@@ -84,13 +84,13 @@ def _is_operand(value: Any) -> bool:
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, native: bool = False) -> Tensor:
     """Compute ``x @ weight.T + bias`` of 16-bit tensors on a CPU, accumulated in FP32, rounded once to ``x``'s dtype.
 
-    ``x`` is (..., K), ``weight`` (N, K), or (K, N) if ``transposed``, ``bias`` (N,). ``native``: whether the CPU
-    multiplies in ``x``'s dtype. Then only the gradient of an FP32 weight is computed block by block.
+    ``x`` is (..., K), ``weight`` (N, K), or (K, N) if ``transposed``, ``bias`` (N,). ``native``: the CPU multiplies in
+    ``x``'s dtype, and only the gradient of an FP32 weight is computed block by block.
     """
     if is_compiling_or_transforming():
         matrix = _transposed_if(weight, transposed)
         return F.linear(x, matrix, bias) if native else run_through_fp32(F.linear, (x, matrix, bias), {}, x.dtype)
-    # ``target.weight`` receives the gradient, as input 1 of the node; ``target.alias``, here ``weight``, is multiplied.
+    # ``target.alias``, here ``weight``, is multiplied. ``target.weight``, input 1 of the node, receives the gradient.
     target = gradient_target(weight)
     return _Matmul.apply(x, target.weight, bias, target, transposed, native)
 
@@ -106,17 +106,16 @@ class _Matmul(Function):
         transposed: bool,
         native: bool,
     ) -> Tensor:
-        """Multiply ``target.alias``; ``weight``, which is ``target.weight``, only receives a gradient in its dtype."""
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, target.alias if needs_x else None)
-        ctx.shapes, ctx.dtype, ctx.scale_provider = (x.shape, weight.shape), weight.dtype, target.scale_provider
-        # Read by add_unscale_hooks(): this backward unscales the gradient of input 1.
-        ctx.unscaled_inputs = () if target.scale_provider is None or not needs_weight else (1,)
-        ctx.transposed, ctx.native = transposed, native
+        ctx.x_shape, ctx.weight_shape, ctx.weight_dtype = x.shape, weight.shape, weight.dtype
+        ctx.transposed, ctx.native, ctx.scale_provider = transposed, native, target.scale_provider
+        # Inputs with gradients that this backward unscales, so that add_unscale_hooks() does not.
+        ctx.unscaled_inputs = (1,) if needs_weight and target.scale_provider is not None else ()
         matrix = _transposed_if(target.alias, transposed)
         rows = x.reshape(-1, x.shape[-1])
         result = F.linear(rows, matrix, bias) if native else blockwise_product(rows, matrix, bias)
-        # Never a view: models add to a result in place (`h = linear(x); h += residual`).
+        # Not a view: models add to a result in place.
         return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], result.shape[-1]])
 
     @staticmethod
@@ -128,7 +127,7 @@ class _Matmul(Function):
             matmul = functools.partial(_differentiable_mm, dtype=gradient.dtype)
         grad_x = grad_weight = None
         if weight is not None:
-            grad_x = matmul(rows, _transposed_if(weight, ctx.transposed)).view(ctx.shapes[0])
+            grad_x = matmul(rows, _transposed_if(weight, ctx.transposed)).view(ctx.x_shape)
         if x is not None:
             grad_weight = _weight_gradient(ctx, rows, x.reshape(-1, x.shape[-1]), matmul)
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
@@ -136,21 +135,21 @@ class _Matmul(Function):
 
 
 def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, matmul: Callable[..., Tensor]) -> Tensor:
-    """Return the gradient of ``target.weight``: rounded to 16 bits, then unscaled in its own dtype."""
+    """Return the gradient of ``target.weight``: rounded to 16 bits, then unscaled in the dtype of the weight."""
     inverse = None
     if ctx.unscaled_inputs:
         inverse = ctx.scale_provider.inverse_scale_for(gradient.device, node=ctx, indices=ctx.unscaled_inputs)
     if torch.is_grad_enabled():
         whole = _transposed_if(matmul(gradient.t(), x), ctx.transposed)
-        return scale_gradient(whole, inverse, ctx.scale_provider).to(ctx.dtype)
-    found = gradient.new_empty(ctx.shapes[1], dtype=ctx.dtype)
-    target = _transposed_if(found, ctx.transposed)
-    # By rows: a whole 16-bit gradient next to the FP32 one would be a tenth of a step's peak memory.
-    for part in blocks(*target.shape):
-        target[part].copy_(matmul(gradient[:, part].t(), x))
+        return scale_gradient(whole, inverse, ctx.scale_provider).to(ctx.weight_dtype)
+    result = gradient.new_empty(ctx.weight_shape, dtype=ctx.weight_dtype)
+    by_outputs = _transposed_if(result, ctx.transposed)  # (N, K)
+    # A whole 16-bit gradient next to the FP32 one would be a tenth of a step's peak memory.
+    for rows in blocks(*by_outputs.shape):
+        by_outputs[rows].copy_(matmul(gradient[:, rows].t(), x))
         if inverse is not None:
-            target[part].mul_(inverse)
-    return found
+            by_outputs[rows].mul_(inverse)
+    return result
 
 
 def _blockwise_mm(left: Tensor, right: Tensor) -> Tensor:
