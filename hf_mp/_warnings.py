@@ -23,5 +23,4 @@ def warn_caller(message: str) -> None:
 
 
 def module_of_frame(frame: types.FrameType) -> str:
-    """Return the name of the module of a frame, or ``""``."""
     return frame.f_globals.get("__name__") or ""

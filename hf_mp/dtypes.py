@@ -1,4 +1,4 @@
-"""Table of the dtypes that a policy can compute in, and their names."""
+"""Dtypes that a policy can compute in."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class ComputeDtype:
         spellings: other names.
         loss_scale: the loss scale rule of its presets; None if its exponent range needs no scaling.
         cpp_name: its name in torch's C++, as DDP logs it.
-        has_cpu_products: ``has_cpu_products()`` returns whether oneDNN has fast matmuls in it on this CPU. Otherwise
-            they run in FP32.
+        has_cpu_products: returns whether oneDNN has fast matmuls in it on this CPU. Otherwise they run in FP32.
         has_cpu_convolutions: whether oneDNN also has the gradients of convolutions.
     """
 
@@ -44,8 +43,7 @@ class ComputeDtype:
 
 
 def _has_cpu_bf16() -> bool:
-    # oneDNN supports BF16 on each CPU with AVX512. Without AVX512-BF16 it only converts, and takes several times as
-    # long as in FP32.
+    # With AVX512 but without AVX512-BF16, oneDNN only converts, and takes several times as long as in FP32.
     has = torch.cpu.get_capabilities().get
     only_converts = has("avx512_f") and not has("avx512_bf16")
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not only_converts
@@ -79,7 +77,6 @@ FP32 = ComputeDtype(torch.float32, "fp32", ("float32", "float"), "float", has_cp
 
 
 def compute_dtypes() -> tuple[ComputeDtype, ...]:
-    """Return FP32 and the entries of :data:`LOWER_PRECISION_DTYPES`."""
     return (FP32, *LOWER_PRECISION_DTYPES.values())
 
 
@@ -95,10 +92,10 @@ def needs_loss_scale(dtype: torch.dtype) -> bool:
 
 def spell(precision: str | torch.dtype) -> str:
     """Return hf_mp's name of a precision: ``"fp16"`` for ``torch.float16``, ``"FP16"`` and ``"half"``."""
-    name = str(precision).strip().lower().removeprefix("torch.").replace("_", "-")
-    dtype, *layout = name.split("-", 1)
-    known = (entry.name for entry in compute_dtypes() if dtype in entry.spellings)
-    return "-".join([next(known, dtype), *layout])
+    text = str(precision).strip().lower().removeprefix("torch.").replace("_", "-")
+    dtype, dash, layout = text.partition("-")
+    names = {spelling: entry.name for entry in compute_dtypes() for spelling in entry.spellings}
+    return names.get(dtype, dtype) + dash + layout
 
 
 def named_dtype(value: Any) -> Any:

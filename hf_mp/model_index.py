@@ -1,4 +1,4 @@
-"""Cached modules and parameters of a model, for code that reads them in each step."""
+"""Cached modules and parameters of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _children(modules: list[nn.Module]) -> Any:
-    """Return a key of the child modules of ``modules``."""
     extension = native()
     found = None if extension is None else extension.children(modules)
     return [id(child) for module in modules for child in module._modules.values()] if found is None else found
@@ -41,7 +40,7 @@ class ModelIndex:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = modules_of(model)
-        # The weights stay referenced, so that no other weight has the address in the key.
+        # The weights stay referenced, so that no other weight has an address in the key.
         self.weights, self._key = weights_and_key(self.modules)
 
     def __eq__(self, other: object) -> bool:
@@ -58,9 +57,7 @@ def weights_and_key(modules: list[nn.Module]) -> tuple[list[Any], Any]:
 
 
 def weights_and_key_reference(modules: Sequence[nn.Module]) -> tuple[list[Any], Any]:
-    """Reference of :func:`weights_and_key`; also used if ``_parameters`` of a module is no
-    dictionary, as in TorchScript.
-    """
+    """Reference of :func:`weights_and_key`; also used for TorchScript, where ``_parameters`` is no dictionary."""
     named: list[tuple[str, Any]] = [
         item for module in modules for item in module._parameters.items() if item[1] is not None
     ]
@@ -84,14 +81,13 @@ def model_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter without the names of wrappers."""
+    """Return the name of a parameter without wrappers."""
     for wrapper in _OF_WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters in all groups of ``optimizer``."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

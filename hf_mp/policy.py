@@ -26,7 +26,7 @@ SWITCHES = ("fp32_head", "exact_generation")  # bool fields
 
 def did_you_mean(precision: object, names: Iterable[str]) -> str:
     """Return ``. Did you mean 'fp16'?`` with the nearest of ``names``; empty if none is near."""
-    # Lightning and Keras: "16-mixed", "mixed_float16".
+    # "16-mixed" of Lightning, "mixed_float16" of Keras
     text = spell(spell(str(precision)).replace("mixed", "").strip("-"))
     near = difflib.get_close_matches(text, names, n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
@@ -40,8 +40,8 @@ class PrecisionPolicy:
     model outputs are FP32. ``compute`` is the dtype of matmuls and convolutions.
 
     Attributes:
-        params: dtype of the model's parameters. ``float32`` (default) makes them the master weights;
-            ``float16``/``bfloat16`` (lean layouts) makes them the working copies.
+        params: dtype of the model's parameters: the master weights in ``float32`` (default), the working copies in
+            ``float16``/``bfloat16`` (lean layouts).
         compute: dtype of lower-precision ops, ``float16`` by default. ``float32`` switches mixed precision off.
         loss_scale: ``"headroom"`` (in the FP16 presets), ``"dynamic"`` (torch's algorithm), a positive number (static),
             or None (default, also in the BF16 and FP32 presets: their exponent range needs no scaling).
@@ -50,8 +50,8 @@ class PrecisionPolicy:
         fp32_head: whether the output embedding runs in FP32, in training and in ``generate()``; default False.
         exact_generation: whether the log-probability of a token has the same bits in ``generate()`` as in the training
             forward. 16-bit matmuls and attention are accumulated in FP64 and rounded once, so that no bit depends on
-            the order of summation, and so on the rest of the batch. Positions after padding are counted as in
-            ``generate()``. Slow, for a CPU; default False.
+            the rest of the batch. Positions after padding are counted as in ``generate()``. Slow, for a CPU; default
+            False.
 
     Raises:
         TypeError: if a dtype is not a ``torch.dtype``, or a switch not a bool.
@@ -78,7 +78,6 @@ class PrecisionPolicy:
         object.__setattr__(self, "loss_scale", parse_loss_scale(self.loss_scale))
 
     def _check_dtypes(self) -> None:
-        """Raise a TypeError or ValueError for dtypes that cannot be combined."""
         names = {entry.dtype: entry.name for entry in compute_dtypes()}
         shown = {}  # fields as in messages
         for field in _DTYPE_FIELDS:
@@ -101,12 +100,11 @@ class PrecisionPolicy:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether any op runs in another dtype than FP32."""
         return self.compute is not torch.float32
 
     @property
     def is_lean(self) -> bool:
-        """Whether the model's parameters are the working copies; the optimizer wrapper has the masters."""
+        """Whether the model's parameters are the working copies."""
         return self.params is not torch.float32
 
     @property
@@ -124,16 +122,16 @@ class PrecisionPolicy:
             text: one of :data:`PRESETS`, or fields as in ``"params=fp32,compute=fp16,loss_scale=dynamic"``. Other
                 fields have the values of ``"fp16"``, or of a preset before them, as in ``"bf16,fp32_head=true"``.
                 ``"FP16"``, ``"float16"`` and ``torch.float16`` are ``"fp16"``. A policy is returned unchanged.
-            switches: further ones of :data:`SWITCHES` to turn on.
+            switches: :data:`SWITCHES` to turn on.
 
         Raises:
             TypeError: if ``text`` is no string, dtype or policy, and for an unknown switch.
             ValueError: for an unknown preset, field or dtype.
         """
-        unknown = next((name for name in switches if name not in SWITCHES), None)
-        if unknown is not None:
-            advice = _advice_for(unknown, switches, cls.parse(text))
-            raise TypeError(f"{unknown} is no option of mixed precision: {advice}")
+        for name in switches:
+            if name not in SWITCHES:
+                advice = _advice_for(name, switches, cls.parse(text))
+                raise TypeError(f"{name} is no option of mixed precision: {advice}")
         enabled = {name: value for name, value in switches.items() if value}
         if enabled:
             return replace(cls.parse(text), **enabled)  # type: ignore[arg-type]
@@ -156,22 +154,22 @@ class PrecisionPolicy:
         """Parse an optional preset and fields; a ValueError for an unknown or repeated field."""
         values: dict[str, Any] = {}
         names = [field.name for field in fields(cls)]
-        first, *others = text.split(",")
-        base = PRESETS.get(spell(first))
-        for part in others if base else (first, *others):
+        parts = text.split(",")
+        preset = PRESETS.get(spell(parts[0]))
+        for part in parts[1:] if preset else parts:
             key, _, value = map(str.strip, part.partition("="))
             if key not in names or not value:
                 raise ValueError(f"{part!r} in precision={text!r}: write field=value with one of {', '.join(names)}")
             if key in values:
                 raise ValueError(f"{key} is given twice in precision={text!r}")
             values[key] = _read_field(key, value)
-        compute: Any = values.get("compute", None if base else cls.compute)  # None: the preset's loss scale stays
+        compute: Any = values.get("compute", None if preset else cls.compute)  # None: the preset's loss scale stays
         if needs_loss_scale(compute):
             values.setdefault("loss_scale", compute_dtype(compute).loss_scale)
-        return replace(base or cls(), **values)
+        return replace(preset or cls(), **values)
 
     def explain_change(self, saved: PrecisionPolicy) -> str:
-        """Return one line about the changes when a run saved under ``saved`` is resumed under this policy."""
+        """Return one line about the resumption of a run saved under ``saved``."""
         effect = "the FP32 weights and the optimizer's state go on as they were saved"
         if self.loss_scale != saved.loss_scale:
             was, now = saved.loss_scale or "none", self.loss_scale or "none"
@@ -190,7 +188,6 @@ class PrecisionPolicy:
 
 
 def _read_field(key: str, value: str) -> object:
-    """Parse the value of the field ``key``; a ValueError if it is invalid."""
     if key == "loss_scale":
         return parse_loss_scale(value)
     if key in SWITCHES:
@@ -241,5 +238,4 @@ def add_compute_dtype(entry: ComputeDtype) -> None:
 
 
 def mixed_presets() -> tuple[str, ...]:
-    """Return the names of the presets with an op in another dtype than FP32."""
     return tuple(name for name, preset in PRESETS.items() if preset.is_mixed)

@@ -6,10 +6,9 @@ In forward, each function returns its input unchanged, except for the dtype. In 
 - :func:`unscaling_aliases` multiplies the gradients of weights and arguments by 1/S and casts them to FP32.
 
 Between the two, gradients are S times their value, so that FP16 does not underflow (Micikevicius et al. 2017,
-arXiv 1710.03740, section 3.2). All other gradients are unscaled and FP32. S is read during backward.
+arXiv 1710.03740, section 3.2). S is read during backward.
 
-Three other modules multiply gradients by S or 1/S: ``casting/cpu/matmul.py`` (matmuls on a CPU),
-``weights/split_parameter.py`` and ``ranks/fsdp_communication.py``.
+Other modules with S or 1/S: ``casting/cpu/matmul.py``, ``weights/split_parameter.py``, ``ranks/fsdp_communication.py``.
 """
 
 from __future__ import annotations
@@ -31,24 +30,21 @@ from hf_mp.kernels.tensors import supports_foreach
 
 
 class ScaleProvider(Protocol):
-    """Provides S and 1/S to the nodes at the scale boundary, which call it during backward.
-
-    ``node`` is an autograd node, ``indices`` are indices of its inputs. Factors are FP32 of shape (1,).
-    """
+    """Provides S and 1/S, FP32 of shape (1,), to autograd nodes at the scale boundary, during backward."""
 
     def loss_scale_for(self, device: torch.device) -> Tensor | None:
-        """Return S, or None if gradients are not scaled."""
+        """Return S; None if gradients are not scaled."""
 
     def inverse_scale_for(self, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor | None:
-        """Return 1/S for the gradients of the inputs ``indices`` of ``node``, or None if they are not scaled."""
+        """Return 1/S for the gradients of the inputs ``indices`` of ``node``; None if they are not scaled."""
 
     def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
-        """Called when ``gradient``, scaled, reaches a model output, before any other node of the model runs."""
+        """Called when ``gradient``, scaled, reaches a model output, before other nodes of the model run."""
 
     def take_scaled_gradients(self, node: Any, gradients: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
-        """Remove from ``gradients`` those that autograd must not accumulate, and store them scaled.
+        """Remove from ``gradients``, by input of ``node``, those that autograd must not accumulate; store them scaled.
 
-        ``gradients`` are those of the inputs of ``node``, by index; ``inverse`` unscales them.
+        ``inverse`` unscales them.
         """
 
 
@@ -56,7 +52,7 @@ class _ScaleGradient(Function):
     """Multiplies a gradient by a factor in FP32. The backward is the identity, :class:`_PassGradient`.
 
     The gradient of a gradient penalty enters the scaled graph through this backward. The chain rule would multiply it
-    by 1/S. The identity makes it S times its value instead, like all gradients in that graph.
+    by 1/S; the identity makes it S times its value, like all gradients in that graph.
     """
 
     @staticmethod
@@ -85,10 +81,7 @@ class _PassGradient(Function):
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor | None, scale_provider: ScaleProvider) -> Tensor:
-    """Multiply ``gradient`` by ``factor`` in FP32 (None for 1), differentiably.
-
-    A second derivative is scaled too, and ``scale_provider`` is notified of it.
-    """
+    """Multiply ``gradient`` by ``factor`` in FP32 (None for 1), differentiably; scale a second derivative too."""
     if factor is None:
         return gradient
     if torch.is_grad_enabled():  # create_graph=True
@@ -103,14 +96,13 @@ def scale_gradient(gradient: Tensor, factor: Tensor | None, scale_provider: Scal
 def accumulating_edges(node: Any, indices: Iterable[int]) -> list[int]:
     """Return those of ``indices``, of inputs of ``node``, with gradients that the running backward adds to ``.grad``.
 
-    The result is empty in ``torch.autograd.grad``. It is also empty with ``create_graph=True``: the gradients then have
-    a graph, so autograd itself must accumulate them.
+    None in ``torch.autograd.grad``, and none with ``create_graph=True``, so that autograd accumulates gradients with a
+    graph.
     """
     if torch.is_grad_enabled():  # create_graph=True
         return []
     functions = node.next_functions  # a new tuple at each read
-    try:
-        # torch has no public API to distinguish backward() from autograd.grad().
+    try:  # torch has no public API to distinguish backward() from autograd.grad()
         return [index for index in indices if torch._C._will_engine_execute_node(functions[index][0])]
     except RuntimeError:  # raised in torch.autograd.grad
         return []
@@ -120,8 +112,8 @@ def accumulating_edges(node: Any, indices: Iterable[int]) -> list[int]:
 _GRAD_DTYPE = dict.fromkeys(LOWER_PRECISION_DTYPES, torch.float32)
 
 
-# Gradients with more elements are scaled by themselves on a GPU. Joining moves 8 bytes an element more, which takes
-# longer than the launch that it saves.
+# Gradients with more elements are scaled by themselves on a GPU: joining moves 8 bytes an element more, which takes
+# longer than a launch.
 _JOINED_ELEMENTS = 2**20
 
 
@@ -134,7 +126,7 @@ class _UnscalingAliases(Function):
         ctx.scale_provider, ctx.originals = scale_provider, originals
         ctx.alias_set_use_ref = None  # set by AliasSetUse
         ctx.first_copy = len(originals) if with_aliases else 0
-        ctx.original_index = list(range(ctx.first_copy))  # index of the original of each result
+        ctx.original_index = list(range(ctx.first_copy))  # of each result
         # Not views: the forward may write to an activation in place.
         with torch._C.DisableTorchFunctionSubclass():  # of a split parameter, the stored 16 bits
             results = [tensor.detach() for tensor in originals] if with_aliases else []
@@ -159,8 +151,7 @@ _UNSCALE_NODE: Any = _UnscalingAliases._backward_cls  # the class of its nodes
 def _unscale_and_sum(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Multiply the gradients of aliases and copies by 1/S in FP32, and sum those of the same original.
 
-    Returns one gradient for each of ``ctx.originals``: FP32 for an FP16/BF16 tensor, otherwise in its dtype; None
-    without a gradient.
+    Returns one gradient, or None, for each of ``ctx.originals``: FP32 for an FP16/BF16 tensor, otherwise in its dtype.
     """
     scale_provider, originals = ctx.scale_provider, ctx.originals
     by_original: dict[int, list[Tensor]] = {}
@@ -173,11 +164,11 @@ def _unscale_and_sum(ctx: Any, gradients: Iterable[Tensor | None]) -> list[Tenso
     scale_provider.take_scaled_gradients(ctx, by_original, inverse)  # removes those that it stores
     sums: list[Tensor | None] = [None] * len(originals)
     unscaled = _scale_gradients([each[0] for each in by_original.values()], inverse, scale_provider)
-    for (index, (_, *others)), total in zip(by_original.items(), unscaled, strict=True):
+    for (index, scaled), total in zip(by_original.items(), unscaled, strict=True):
         # autograd rounds the FP32 gradient of an FP16/BF16 activation.
         dtype = _GRAD_DTYPE.get(originals[index].dtype, originals[index].dtype)
         total = total if total.dtype is dtype else total.to(dtype)
-        sums[index] = _add_unscaled(total, others, inverse, scale_provider) if others else total
+        sums[index] = _add_unscaled(total, scaled[1:], inverse, scale_provider) if len(scaled) > 1 else total
     return sums
 
 
@@ -200,17 +191,16 @@ def _scale_gradients(gradients: list[Tensor], factor: Tensor | None, scale_provi
     On a GPU, several plain gradients are cast to FP32 also if ``factor`` is None.
     """
     has_foreach = len(gradients) > 1 and supports_foreach(gradients[0])
-    if factor is None and not has_foreach:  # nothing to multiply, and no launches to save by casting now
+    if factor is None and not has_foreach:
         return gradients
     is_differentiable = torch.is_grad_enabled()  # create_graph=True
     if has_foreach and not is_differentiable and (module := native()) is not None:
         scaled_in_cpp = module.scale_gradients(gradients, factor, _JOINED_ELEMENTS)
         if scaled_in_cpp is not None:
             return scaled_in_cpp
-    # A single gradient, or tensors that multi-tensor calls do not support.
-    if len(gradients) < 2 or is_differentiable or not _are_plain(*gradients):
+    if len(gradients) < 2 or is_differentiable or not _are_plain(*gradients):  # not for multi-tensor calls
         return [scale_gradient(gradient, factor, scale_provider) for gradient in gradients]
-    if factor is not None and not has_foreach:  # on a CPU: in FP32, as :func:`scale_gradient`
+    if factor is not None and not has_foreach:  # on a CPU
         return list(torch._foreach_mul(gradients, [factor] * len(gradients)))
     # On a GPU: large gradients by themselves, the others by dtype.
     scaled, by_dtype = dict[int, Tensor](), dict[torch.dtype, list[int]]()
@@ -256,7 +246,6 @@ _HIGHEST_PRIORITY = 2**64 - 1
 
 @functools.cache
 def _can_order_nodes() -> bool:
-    """Return whether torch can order autograd nodes."""
     # torch has no public API for the order of nodes.
     return hasattr(torch._C._FunctionBase, "_set_sequence_nr")
 
@@ -280,13 +269,12 @@ def unscaling_aliases(
 
     Args:
         originals: tensors of one device.
-        copies: the FP16/BF16 copy of each, or None. Without aliases there must be a copy.
-        scale_provider: provides 1/S.
+        copies: the FP16/BF16 copy of each, or None; at least one if not ``with_aliases``.
         with_aliases: whether to make aliases of ``originals``.
 
     Returns:
-        Two lists in the order of ``originals``: their aliases (the originals themselves if not ``with_aliases``), and
-        the aliases of ``copies`` (None for None).
+        Two lists in the order of ``originals``: their aliases (the originals if not ``with_aliases``), and the aliases
+        of ``copies`` (None for None).
     """
     made = _UnscalingAliases.apply(scale_provider, copies, with_aliases, *originals)
     if (node := made[0].grad_fn) is not None:  # None if no original requires a gradient
@@ -303,26 +291,24 @@ def unscaling_aliases(
 class AliasSetUse:
     """Use of a set of aliases by one forward. The graph of the forward holds it.
 
-    Attributes:
-        is_over: whether a backward has run through the unscale nodes without retaining the graph, so that another
-            forward may use the set.
+    ``is_over`` is True after a backward that does not retain the graph: another forward may use the set.
     """
 
     def __init__(self, nodes: Iterable[Any], scale_provider: ScaleProvider) -> None:
         self.is_over = False
         self.scale_provider = scale_provider
         for node in nodes:
-            # An earlier forward may have created the nodes. With this number, reaches_forward() counts them as new.
+            # An earlier forward may have created the node. For reaches_forward(), it is new.
             node.number = torch.autograd._get_sequence_nr()
             node.alias_set_use_ref = weakref.ref(self)
-            # A proxy: `scale_provider` holds the nodes, and the garbage collector cannot free a cycle through a node.
+            # A proxy, because the garbage collector cannot free a cycle through a node.
             node.scale_provider = weakref.proxy(scale_provider)
 
 
 class _UnscaleHook:
-    """Hook of an autograd node that unscales the gradients of its inputs ``indices``, which are external tensors.
+    """Hook of an autograd node that unscales the gradients of its inputs ``indices``, external tensors.
 
-    The scale provider receives the hook in place of the node, and reads ``next_functions`` and ``originals`` of it.
+    The scale provider receives it as ``node``, and reads ``next_functions`` and ``originals``.
     """
 
     def __init__(self, node: Any, indices: Iterable[int], scale_provider: ScaleProvider) -> None:
@@ -337,18 +323,18 @@ class _UnscaleHook:
             if gradient is None:
                 continue
             inverse = provider.inverse_scale_for(gradient.device, self, [index])
-            not_taken = {index: [gradient]}
-            provider.take_scaled_gradients(self, not_taken, inverse)
+            to_accumulate = {index: [gradient]}
+            provider.take_scaled_gradients(self, to_accumulate, inverse)  # may remove the gradient
             # autograd allows a hook no other dtype. For nearly all ops it is that of the external tensor.
-            results[index] = scale_gradient(gradient, inverse, provider).to(gradient.dtype) if not_taken else None
+            results[index] = scale_gradient(gradient, inverse, provider).to(gradient.dtype) if to_accumulate else None
         return tuple(results)
 
 
 def reaches_forward(node: Any, first_node: int, known_external: set[Any]) -> bool:
     """Return whether the graph below ``node`` has a node that the current forward created.
 
-    ``first_node`` is the sequence number of the first node of the forward. ``known_external`` is a memo of nodes for
-    which the result is False; this function fills it.
+    ``first_node`` is the sequence number of the first node of the forward. Nodes for which the result is False are
+    added to ``known_external``.
 
     The number of ``node`` itself does not decide, because threads count separately: on a GPU, nodes that
     ``torch.autograd.grad(create_graph=True)`` creates during the forward have small numbers.
@@ -373,21 +359,15 @@ def add_unscale_hooks(
     first_node: int,
     was_made_by_forward: Callable[[Any], bool],
 ) -> bool:
-    """Add an unscale hook at each edge of the graph of ``results`` to an external tensor.
+    """Add an unscale hook at each edge of the graph of ``results`` to an external tensor; return whether there is one.
 
     That is an edge to a leaf, or to a node with a number below ``first_node``, unless ``was_made_by_forward`` or
-    :func:`reaches_forward` is true of the node. Unscale nodes need no hook. Neither do the inputs in
-    ``node.unscaled_inputs``: their gradients are unscaled through :class:`GradientTarget`.
-
-    Python objects of nodes take most of the time. So the C++ extension, if compiled, first checks whether there is such
-    an edge.
-
-    Returns:
-        Whether a hook was added.
+    :func:`reaches_forward` is true of the node. Unscale nodes need no hook, nor do the inputs in
+    ``node.unscaled_inputs``, with gradients that are unscaled through :class:`GradientTarget`.
     """
-    if (module := native()) is not None and module.has_no_external_edge(
-        results, first_node, _HIGHEST_PRIORITY, _UNSCALE_NODE
-    ):
+    module = native()
+    # Python objects of nodes take most of the time.
+    if module is not None and module.has_no_external_edge(results, first_node, _HIGHEST_PRIORITY, _UNSCALE_NODE):
         return False
     with torch._C.DisableTorchFunctionSubclass():  # to not cast a deferred output
         todo: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
@@ -426,8 +406,7 @@ def _add_unscale_hook(node: Any, indices: Sequence[int], scale_provider: ScalePr
 def is_of_model(node: Any, scale_provider: ScaleProvider) -> bool:
     """Return whether a forward of the model of ``scale_provider`` created an autograd node.
 
-    If so, its graph contains an unscale node or unscale hook of the model that is not below a model output. Sequence
-    numbers do not decide, because threads count separately.
+    If so, its graph contains an unscale node or unscale hook of the model that is not below a model output.
     """
     todo, seen = [node], {node, None}
     for each in todo:  # the list grows
@@ -436,7 +415,7 @@ def is_of_model(node: Any, scale_provider: ScaleProvider) -> bool:
                 return True
         elif scale_provider in each.metadata.get(_UnscaleHook, ()):
             return True
-        elif type(each) is not _OUTPUT_NODE:  # the search stops at model outputs, also of other models
+        elif type(each) is not _OUTPUT_NODE:
             new = [child for child, _ in each.next_functions if child not in seen]
             seen.update(new)
             todo += new
@@ -465,7 +444,7 @@ def leaf_edges(results: Iterable[Tensor], first_node: int) -> Iterator[tuple[Any
 def add_leaf_unscale_hooks(
     results: Iterable[Tensor], scale_provider: ScaleProvider, first_node: int, is_external: Callable[[Tensor], bool]
 ) -> None:
-    """Add an unscale hook at each edge of :func:`leaf_edges` to a leaf for which ``is_external`` is true."""
+    """Add an unscale hook at each edge of :func:`leaf_edges` to a leaf that ``is_external``."""
     indices: dict[Any, list[int]] = {}
     for node, index, leaf in leaf_edges(results, first_node):
         if is_external(leaf):
@@ -475,10 +454,7 @@ def add_leaf_unscale_hooks(
 
 
 def is_in_graph(node: Any, first_node: int) -> bool:
-    """Return whether ``node`` is in the graph of the forward with nodes from number ``first_node`` on.
-
-    True for an unscale node, False for a leaf.
-    """
+    """Return whether ``node``, not a leaf, is in the graph of the forward with nodes from number ``first_node`` on."""
     return type(node) is _UNSCALE_NODE or first_node <= node._sequence_nr() < _HIGHEST_PRIORITY
 
 
@@ -489,18 +465,15 @@ def original_of(tensor: Tensor) -> Tensor:
 
 
 class GradientTarget(NamedTuple):
-    """A weight and the tensor that a forward reads in its place.
-
-    ``scale_provider`` is None if ``alias`` is no working copy of an unscale node; then ``alias is weight``.
-    """
+    """A weight and the tensor that a forward reads in its place: the weight itself, or an alias of its copy."""
 
     alias: Tensor
     weight: Tensor  # receives the gradient, in its own dtype
-    scale_provider: ScaleProvider | None = None
+    scale_provider: ScaleProvider | None = None  # None for the weight itself
 
 
 def gradient_target(alias: Tensor) -> GradientTarget:
-    """Return the weight of a working copy, for an op that writes the unscaled gradient of the weight itself."""
+    """Return the weight of a working copy, for an op that writes the unscaled gradient of the weight."""
     node: Any = alias.grad_fn
     if type(node) is not _UNSCALE_NODE or alias.output_nr < node.first_copy:
         return GradientTarget(alias, alias)
@@ -513,7 +486,7 @@ class _CastToOutput(Function):
         ctx: Any, output: Tensor, scale_provider: ScaleProvider, wrap: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
         ctx.scale_provider, ctx.dtype = scale_provider, output.dtype
-        # A loss: GradientCheck distinguishes an inf in it from one in the gradients.
+        # GradientCheck distinguishes an inf in a loss from one in the gradients.
         ctx.value = output.detach() if output.numel() == 1 else None
         # Never a view: callers change a loss in place (the Trainer does).
         dtype = _GRAD_DTYPE.get(output.dtype, output.dtype)
@@ -536,9 +509,8 @@ def cast_to_output(
     """Cast a model output to FP32; in backward, multiply its gradient by S and cast it to the dtype of ``output``.
 
     Args:
-        output: a tensor of any dtype. FP64 and complex outputs keep their dtype, and their gradient is scaled.
-            Integers are returned unchanged.
-        scale_provider: provides S; None in a forward without gradients.
+        output: of any dtype. FP64 and complex outputs keep it, and their gradient is scaled. Integers are unchanged.
+        scale_provider: None in a forward without gradients.
         wrap: makes the FP32 tensor from ``output``; default: a copy.
     """
     if not (output.is_floating_point() or output.is_complex()):

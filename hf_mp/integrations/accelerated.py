@@ -1,4 +1,4 @@
-"""Patch of accelerate's optimizer wrapper: report skipped steps of attached models, without an import of accelerate."""
+"""Patch of accelerate's optimizer wrapper: report skipped steps of attached models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Add the remainders of split parameters to DDP's broadcasts of weights, when it is made and at the end of ``join()``.
 
-The 16 bits that DDP broadcasts are half of a master weight. DDP writes them in C++, whether or not they change, and a
-write by other code would make them the whole of it.
+DDP broadcasts the 16 bits in C++, whether or not they change. A write by other code resets the remainder.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ def _sync_with_remainders(
 ) -> None:  # fmt: skip
     named = module.named_parameters()
     split = [p for name, p in named if isinstance(p, SplitParameter) and name not in params_and_buffers_to_ignore]
-    # Weights that user code has written get remainders of 0 before DDP writes all: a write of DDP keeps the remainders,
-    # and the version counters do not tell the two kinds of writes apart afterwards.
+    # Weights that user code has written get remainders of 0 before DDP writes all, because version counters do not
+    # distinguish the writes afterwards.
     for parameter in split:
         parameter.reset_written_remainders()
     original(module, process_group, broadcast_bucket_size, src, params_and_buffers_to_ignore, *args, **kwargs)

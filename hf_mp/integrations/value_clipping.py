@@ -20,7 +20,7 @@ from hf_mp.weights.split_parameter import SplitParameter
 @around
 def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    # the classes that attach() gives to parameters; spares other models the scan
+    # the classes of attached parameters
     if any(type(parameter) in (DataTrackedParameter, SplitParameter) for parameter in parameters):
         parameters = _without_overflows(parameters)
         if not parameters:  # torch's function raises for an empty list
@@ -30,13 +30,12 @@ def _clip_value(original: Any, parameters: Any, clip_value: float, *args: Any, *
 
 def _without_overflows(parameters: list[Tensor]) -> list[Tensor]:
     """Remove the parameters of attached models if any of their gradients is inf or NaN."""
-    models = [runtime.model for runtime in RUNTIMES]
-    attached = {id(parameter) for model in models if model is not None for parameter in model.parameters()}
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients: list[Any] = [parameter.grad for parameter in with_grad if id(parameter) in attached]
+    models = [runtime.model for runtime in RUNTIMES if runtime.model is not None]
+    attached = {id(parameter) for model in models for parameter in model.parameters()}
+    gradients = [one.grad for one in parameters if one.grad is not None and id(one) in attached]
     if all_finite(local_parts(gradients)):
         return parameters
-    return [parameter for parameter in with_grad if id(parameter) not in attached]
+    return [one for one in parameters if one.grad is not None and id(one) not in attached]
 
 
 VALUE_PATCHES = Patches(

@@ -15,13 +15,11 @@ REPLACEMENTS: tuple[ModelReplacement, ...] = (LMLossReplacement(), TANH_GELUS, F
 
 
 def install_replacements(model: nn.Module, tables: TableName) -> None:
-    """Install the replacements of ``tables`` in ``model``."""
     for replacement in REPLACEMENTS:
         if replacement.tables is None or tables in replacement.tables:
             replacement.install(model)
 
 
 def remove_replacements(model: nn.Module) -> None:
-    """Remove all replacements from ``model``."""
     for replacement in REPLACEMENTS:
         replacement.remove(model)

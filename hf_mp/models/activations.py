@@ -1,7 +1,7 @@
 """Replacement of GELUs that Transformers computes in several ops by one kernel, for ``compact`` tables.
 
-GPT-2's GELU is eight ops. One is a power, an FP32 op in autocast's tables, so six FP32 tensors of the width of the MLP
-are saved for backward. torch's kernel computes in FP32 and saves only its FP16 input.
+GPT-2's GELU is eight ops. One is a power, an FP32 op, so six FP32 tensors of the width of the MLP are saved for
+backward. torch's kernel computes in FP32 and saves only its FP16 input.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ GELUS = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
 
 
 class TanhGELU(ReplacedForward):
-    """Replacement for the ``forward`` of an activation module."""
-
     def __call__(self, input: Tensor) -> Tensor:
         return F.gelu(input, approximate="tanh")
 
 
 def is_tanh_gelu(kind: type[Any]) -> bool:
-    """Whether ``kind`` is a class of activations that torch has a kernel for."""
     # By name, so that Transformers is not imported.
     return kind.__module__ == "transformers.activations" and kind.__name__ in GELUS
 

@@ -1,6 +1,6 @@
-"""Omit PEFT's cast of the inputs of adapters to FP32, the dtype of the adapters' weights: autocast casts them back.
+"""Omit PEFT's cast of the inputs of adapters to FP32, the dtype of their weights: autocast casts them back.
 
-Without the cast, the values of the matmul are the same bits, and backward keeps no second 16-bit copy of the input.
+The matmul has the same bits, and backward keeps no second 16-bit copy of the input.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class _OutsideOfAutocast:
 
 
 class AdapterInputs(ModelReplacement):
-    """Leaves the inputs of LoRA and AdaLoRA layers to autocast, but of layers with a variant such as DoRA."""
+    """Leaves the inputs of LoRA and AdaLoRA layers to autocast, except with a variant like DoRA."""
 
     def install(self, model: nn.Module) -> None:
         for module in model.modules():
             attributes = vars(module)
-            # A variant reads the dtype of the input: DoRA casts the frozen weight to it.
+            # DoRA casts the frozen weight to the dtype of the input.
             is_plain = type(module).__module__.startswith(_KINDS) and not attributes.get("lora_variant")
             if is_plain and attributes.get(_SWITCH) is True:
                 attributes[_SWITCH] = _OutsideOfAutocast()

@@ -30,11 +30,11 @@ class ModelReplacement:
 class ReplacedForward:
     """Replacement for the ``forward``, or another method ``name``, of one module.
 
-    Pickling the module restores its original method. A deep copy of the module gets a new replacement.
+    Pickling the module restores the original. A deep copy of the module gets a new replacement.
     """
 
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
-        # A weak reference: in a reference cycle, the weights would live until the garbage collector runs.
+        # Weak: in a reference cycle, the weights would live until the garbage collector runs.
         self.module, self.name = weakref.ref(module), name
         before: Any = module.__dict__.get(name)
         is_original = before is not None and not isinstance(before, ReplacedForward)
@@ -45,10 +45,11 @@ class ReplacedForward:
         module = self.module()
         if module is None or module.__dict__.get(self.name) is not self:
             return
+        is_of_class = getattr(self.original, "__func__", None) is getattr(type(module), self.name, None)
         # Through vars(): setattr and delattr of nn.Module search parameters and buffers first.
-        del vars(module)[self.name]
-        if getattr(self.original, "__func__", None) is not getattr(type(module), self.name, None):
-            # the original was set on the instance, not by the class
+        if is_of_class:
+            del vars(module)[self.name]
+        else:
             vars(module)[self.name] = self.original
 
     # torch.export reads it first. Without it, the error does not name the cause.
@@ -57,7 +58,7 @@ class ReplacedForward:
         raise AttributeError("torch.export cannot see through a model that is attached: export hf_mp.detach(model)")
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> ReplacedForward:
-        """Return the replacement for ``module``, a deep copy of this one's module."""
+        """Return the replacement for ``module``, a deep copy."""
         return type(self)(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:

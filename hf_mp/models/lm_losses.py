@@ -52,7 +52,7 @@ class LMLoss:
 
 
 def _original(loss_type: str) -> Any:
-    # From sys.modules: with a model of Transformers, the module is imported.
+    # With a model of Transformers, the module is imported.
     return sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING[loss_type]
 
 
@@ -66,11 +66,10 @@ class LMLossReplacement(ModelReplacement):
         ours = {_original(name): LMLoss(name) for name in ("ForCausalLM", "ForMaskedLM")}
         default = _original("ForCausalLM")  # as in Transformers
         for module in model.modules():
-            if not isinstance(module, modeling.PreTrainedModel) or "_loss_function" in module.__dict__:
-                continue
-            loss = ours.get(losses.LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), default))
-            if loss is not None:
-                module._loss_function = loss
+            if isinstance(module, modeling.PreTrainedModel) and "_loss_function" not in module.__dict__:
+                original = losses.LOSS_MAPPING.get(str(getattr(module, "loss_type", None)), default)
+                if original in ours:
+                    module._loss_function = ours[original]
 
     def remove(self, model: nn.Module) -> None:
         for module in model.modules():

@@ -33,8 +33,8 @@ def with_position_ids(replaced: ReplacedForward) -> Callable[..., Any]:
         mask, tokens = given.get("attention_mask"), given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         has_positions = given.get("position_ids") is not None or len(args) > names.index("position_ids")
-        if has_positions or mask is None or mask.dim() != 2 or tokens is None:
-            return forward(*args, **kwargs)
-        return forward(*args, **{**kwargs, "position_ids": positions_of(mask)[:, -tokens.shape[1] :]})
+        if not has_positions and mask is not None and mask.dim() == 2 and tokens is not None:
+            kwargs["position_ids"] = positions_of(mask)[:, -tokens.shape[1] :]
+        return forward(*args, **kwargs)
 
     return counted

@@ -31,7 +31,6 @@ _NAMES = ("Router", "Gating", "MoEV1Gate")  # Mixtral, Llama 4, Switch; JetMoe; 
 
 
 def is_router(kind: type[Any]) -> bool:
-    """Whether ``kind`` has the name of a router class in Transformers."""
     return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(_NAMES)
 
 
@@ -39,5 +38,4 @@ FP32_ROUTERS = ForwardReplacement(FP32Router, is_router)
 
 
 def is_fp32_router(module: nn.Module) -> bool:
-    """Whether ``module`` has the replaced forward of a router."""
     return isinstance(vars(module).get("forward"), FP32Router)

@@ -1,7 +1,6 @@
-"""All-reduce of the step report over the processes that train one model.
+"""All-reduce of the step report over the processes that train one model: two numbers a step.
 
-Each process measures its own gradients or FSDP2 shards. One all-reduce of two numbers a step makes all of them skip the
-same steps and use the same loss scale.
+So all processes skip the same steps and use the same loss scale.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from hf_mp.dtypes import compute_dtypes
 from hf_mp.ranks.parallelism import Parallelism, check_parallelism, is_distributed, is_dtensor, mesh_groups
 from hf_mp.scaling.rules import StepReport
 
+_NAMES_IN_DDP = {entry.dtype: entry.cpp_name for entry in compute_dtypes()}
+
 
 class RankGroup:
-    """Process groups that train one model: the group of its DDP wrapper, or those of the FSDP2 meshes.
-
-    A model without DDP and FSDP2 has no group, and no method makes a collective call for it.
-    """
+    """Process groups that train one model: the group of its DDP wrapper, or those of the FSDP2 meshes, or none."""
 
     def __init__(self, settings: Callable[[], str]) -> None:
         self._groups: list[torch.distributed.ProcessGroup] = []  # of the DDP wrappers of forwards with grad
@@ -30,14 +28,14 @@ class RankGroup:
         self._compared: list[torch.distributed.ProcessGroup] = []
 
     def register_ddp(self, model: nn.Module, parallelism: Parallelism) -> None:
-        """Register the DDP wrapper of a forward of ``model``; a ValueError if mixed precision does not support it."""
+        """Register the DDP wrapper of a forward of ``model``; a ValueError if it is not supported."""
         check_parallelism(model, parallelism)
         ddp: Any = parallelism.ddp
         if ddp is None or not torch.is_grad_enabled():
             return
         check_ddp(ddp)  # at each forward, because hooks and wrappers may be added
-        # In join(), processes without batches make no step, so a collective call would hang. It is not needed: the
-        # gradients of all other processes are equal after DDP's all-reduce.
+        # In join(), processes without batches make no step, so a collective call would hang. The other processes have
+        # equal gradients after DDP's all-reduce.
         if ddp.process_group not in self._groups and not ddp._join_config.enable:
             self._groups.append(ddp.process_group)
             self.check_same_settings(self._groups)
@@ -50,16 +48,16 @@ class RankGroup:
                 compare_settings(group, self._settings())
 
     def are_gradients_reduced(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether no code reduces gradients after backward: ``all_reduce`` of user code changes no version counter."""
+        """Whether gradients are final after backward: ``all_reduce`` of user code changes no version counter."""
         return not is_distributed() or bool(self._groups) or any(is_dtensor(parameter) for parameter in parameters)
 
     def all_reduce_report(self, report: StepReport, parameters: Sequence[Tensor]) -> StepReport:
-        """All-reduce the report over the processes that train ``parameters``; return ``report`` if not distributed."""
+        """All-reduce the report over the processes that train ``parameters``."""
         if not is_distributed():
             return report
         numbers = _encode(report)
         for group in [*self._groups, *mesh_groups(parameters)]:  # the dimensions of a mesh one by one
-            # On the CPU, if the group has a backend for it. torch has no public API for that.
+            # The CPU, if the group has a backend for it. torch has no public API for that.
             choose_device = getattr(torch.distributed.distributed_c10d, "_get_object_coll_device", None)
             device = parameters[0].device if choose_device is None else choose_device(group)
             reduced = torch.tensor(numbers, dtype=torch.float32, device=device)
@@ -70,7 +68,7 @@ class RankGroup:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all DDP processes, by a collective call with pickled values."""
         found = [value]
-        # One group at most, that of the model's DDP wrapper; the last if it was wrapped again with another group.
+        # One group, or the last if the model was wrapped again with another group.
         for group in self._groups if is_distributed() else ():
             found = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(found, value, group=group)
@@ -91,7 +89,6 @@ def _encode(report: StepReport) -> list[float]:
 
 
 def _decode(numbers: Sequence[float]) -> StepReport:
-    """Return the report that :func:`_encode` made ``numbers`` of."""
     largest, is_beyond_scale = numbers
     overflow = largest == math.inf
     return StepReport(overflow, largest if 0.0 <= largest < math.inf else None, not (overflow and is_beyond_scale))
@@ -111,11 +108,11 @@ def compare_settings(group: torch.distributed.ProcessGroup, settings: str) -> No
 
 def check_ddp(ddp: Any) -> None:
     """Raise a ValueError if DDP was made for parameters of another dtype, or its hook rounds unscaled gradients."""
-    # DDP sets the dtypes of its buckets in __init__. Its logging data are the only place that has them.
+    # Only its logging data contain the dtypes of DDP's buckets.
     logged: dict[str, str] = getattr(ddp, "_get_ddp_logging_data", dict)()
     bucket_dtypes = set(filter(None, logged.get("dtypes", "").split(", ")))
-    dtypes = {parameter.dtype for parameter in ddp.module.parameters() if parameter.requires_grad}
-    now = {_DTYPES_OF_DDP[dtype] for dtype in dtypes & _DTYPES_OF_DDP.keys()}
+    trained = {parameter.dtype for parameter in ddp.module.parameters() if parameter.requires_grad}
+    now = {_NAMES_IN_DDP[dtype] for dtype in trained & _NAMES_IN_DDP.keys()}
     if bucket_dtypes and now and bucket_dtypes != now:
         raise ValueError(
             f"DistributedDataParallel was made for parameters of {', '.join(sorted(bucket_dtypes))}, and they are "
@@ -128,6 +125,3 @@ def check_ddp(ddp: Any) -> None:
                 f"{hook.__name__} rounds unscaled gradients to FP16, and small ones become 0: leave register_comm_hook "
                 "out, or have hf_mp send scaled ones with precision='fp16,reduce=fp16' or 'bf16,reduce=bf16'"
             )
-
-
-_DTYPES_OF_DDP = {entry.dtype: entry.cpp_name for entry in compute_dtypes()}

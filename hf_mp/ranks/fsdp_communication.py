@@ -1,7 +1,6 @@
 """FSDP2 communication in 16 bits: an all-gather of rounded weights and a reduce-scatter of scaled gradients.
 
-They are set with ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``. Only the messages are in 16
-bits: shards, gathered parameters and ``.grad`` stay FP32.
+Only the messages are in 16 bits: shards, gathered parameters and ``.grad`` stay FP32.
 """
 
 from __future__ import annotations
@@ -19,23 +18,21 @@ from hf_mp.scaling.scalers import LossScaler
 
 
 class ScaleSource(Protocol):
-    """Source of the loss scale."""
-
     scaler: LossScaler[Any]
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether each gradient is used within the backward, before DDP can reduce it."""
+        """Whether gradients are used within the backward, before DDP can reduce them."""
 
     def loss_scale_for(self, device: torch.device) -> Tensor | None:
         """Return S, FP32 of shape (1,); None if nothing is scaled."""
 
 
 class LowPrecisionAllGather:
-    """All-gather of FP32 shards that sends them in ``dtype`` and casts the received values to FP32.
+    """All-gather of FP32 shards that sends them in ``dtype``, to which matmuls round, and casts them to FP32.
 
-    Matmuls round the weights to ``dtype`` anyway. Parameters with less than two dimensions (norms, biases), in
-    ``kept`` and in routers are sent in FP32, because FP32 ops read them.
+    FP32 ops read parameters with less than two dimensions (norms, biases), in ``kept`` and in routers: these are sent
+    in FP32.
     """
 
     def __init__(self, group: Any, dtype: torch.dtype, kept: Iterable[nn.Module]) -> None:
@@ -60,17 +57,16 @@ class LowPrecisionAllGather:
         # FSDP2 gathers a group of several dtypes (frozen FP16 weights) as bytes, without the boundaries of parameters.
         if output_tensor.dtype is not torch.float32 or set(self._dtypes) == {torch.float32}:
             return self.before(output_tensor, input_tensor, group, async_op)
-        sizes = self._shard_sizes(input_tensor.numel())
+        sizes, ranks = self._shard_sizes(input_tensor.numel()), group.size()
         # One message of bytes for both dtypes: a second one costs a launch for each group.
         lengths = [size * dtype.itemsize for size, dtype in zip(sizes, self._dtypes, strict=True)]
-        aligned = [-(-length // 4) * 4 for length in lengths]  # views as FP32 must begin at multiples of 4 bytes
-        ranks = group.size()
-        messages = self.allocate((ranks * sum(aligned),), dtype=torch.uint8, device=input_tensor.device)
+        padded = [-(-length // 4) * 4 for length in lengths]  # views as FP32 must begin at multiples of 4 bytes
+        messages = self.allocate((ranks * sum(padded),), dtype=torch.uint8, device=input_tensor.device)
         by_rank = messages.view(ranks, -1)
         own = by_rank[group.rank()]
-        torch._foreach_copy_(self._views(own, lengths, aligned), list(input_tensor.split(sizes)))
+        torch._foreach_copy_(self._views(own, lengths, padded), list(input_tensor.split(sizes)))
         self.before(messages, own, group, False)
-        received = self._views(by_rank, lengths, aligned)
+        received = self._views(by_rank, lengths, padded)
         torch._foreach_copy_(list(output_tensor.view(ranks, -1).split(sizes, -1)), received)
 
     def _shard_sizes(self, total: int) -> list[int]:
@@ -80,9 +76,9 @@ class LowPrecisionAllGather:
             sizes = [one._sharded_post_forward_param_data.numel() for one in self._parameters]
         return sizes
 
-    def _views(self, message: Tensor, lengths: list[int], aligned: list[int]) -> list[Tensor]:
-        """Return the parameters in ``message`` as views; ``lengths`` in bytes, ``aligned`` with padding."""
-        pieces = zip(message.split(aligned, -1), lengths, self._dtypes, strict=True)
+    def _views(self, message: Tensor, lengths: list[int], padded: list[int]) -> list[Tensor]:
+        """Return views of the parameters, of ``lengths`` in bytes, in ``message``."""
+        pieces = zip(message.split(padded, -1), lengths, self._dtypes, strict=True)
         return [piece[..., :length].view(dtype) for piece, length, dtype in pieces]
 
 
@@ -104,7 +100,7 @@ class ScaledReduceScatter:
     ) -> None:
         """Reduce ``input_tensor``, one-dimensional, and write this rank's part to ``output_tensor``.
 
-        ``async_op`` is part of FSDP2's protocol and not used: FSDP2 leaves it False.
+        ``async_op`` is not used: FSDP2 leaves it False.
         """
         is_average, reduce_dtype = op == torch.distributed.ReduceOp.AVG, self._policy.reduce_dtype
         is_sum = is_average or op == torch.distributed.ReduceOp.SUM
@@ -131,7 +127,7 @@ def reduce_scatter_in_fp32(output: Tensor, sent: Tensor, group: torch.distribute
 
 
 def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the FSDP2 modules of ``model`` with their parameter groups, except modules with several groups (meshes)."""
+    """Yield FSDP2 modules of ``model`` and their parameter groups, except modules with several groups (meshes)."""
     for module in fsdp_modules(model):
         state = module._get_fsdp_state()
         # torch has no public API for the parameters of one message.
@@ -145,8 +141,8 @@ def set_low_precision_comm(
 ) -> None:
     """Set the communication of FSDP2: all-gathers of ``model`` in 16 bits, gradients reduced in the policy's dtype.
 
-    Parameters of the modules ``kept`` and their submodules are sent in FP32. A custom communication set by user code
-    (``set_custom_all_gather``, ``set_symm_mem_for_comm``) is not replaced.
+    Parameters of the modules ``kept`` are sent in FP32. A communication set by user code (``set_custom_all_gather``,
+    ``set_symm_mem_for_comm``) is not replaced.
     """
     for module, group in fsdp_groups(model):
         # By name, because torch does not export the default classes.

@@ -47,14 +47,11 @@ def check_updates(optimizer: Any, model: nn.Module) -> None:
 
 def mesh_groups(parameters: Iterable[Tensor]) -> list[torch.distributed.ProcessGroup]:
     """Return the process groups of all dimensions of the meshes of ``parameters``."""
-    groups: list[torch.distributed.ProcessGroup] = []
-    for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if is_dtensor(p)}.values():  # type: ignore[attr-defined]
-        groups += [group for group in mesh.get_all_groups() if group not in groups]
-    return groups
+    meshes: dict[int, Any] = {id(p.device_mesh): p.device_mesh for p in parameters if is_dtensor(p)}  # type: ignore[attr-defined]
+    return list(dict.fromkeys(group for mesh in meshes.values() for group in mesh.get_all_groups()))
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor."""
     dtensors = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are no DTensors
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)
 
@@ -71,7 +68,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return :func:`local_part` of each tensor."""
     return [tensor if type(tensor) is Tensor else local_part(tensor) for tensor in tensors]
 
 
@@ -105,7 +101,7 @@ def detect_parallelism(model: nn.Module | None) -> Parallelism:
     if model is None or not has_process_group():
         return NOT_DISTRIBUTED
     modules, parameters, fsdp = modules_of(model), model_parameters(model), tuple(fsdp_modules(model))
-    # torch has no public API for the DDP wrapper of a module, and a private one only while its forward runs.
+    # torch has no public API for the DDP wrapper of a module, a private one only in its forward.
     ddp: Any = model if isinstance(model, DistributedDataParallel) else DistributedDataParallel._get_active_ddp_module()
     # FSDP1 marks parameters. During its forward the parameter slots hold plain views.
     is_fsdp1 = any(hasattr(p, "_fsdp_flattened") or not isinstance(p, nn.Parameter) for p in parameters)
@@ -151,11 +147,10 @@ def _check_dtensor(parameter: Any, parallelism: Parallelism, model: nn.Module) -
     """Raise a ValueError for tensor parallelism together with FSDP2, or over a mesh of several dimensions."""
     placements = parameter.placements
     # FSDP2 places parameters as (Shard,) or, hybrid, as (Replicate, Shard). Others are tensor parallel.
-    is_hybrid = len(placements) == 2 and placements[0].is_replicate()
+    is_fsdp = len(placements) == 1 or (len(placements) == 2 and placements[0].is_replicate())
     # DDP of a tensor parallel model raises in torch.
-    is_tp_with_fsdp = parallelism.is_tensor_parallel and bool(parallelism.fsdp)
-    is_other_mesh = len(placements) > 1 and (parallelism.is_tensor_parallel or not is_hybrid)
-    if is_tp_with_fsdp or is_other_mesh:
+    is_tp_alone = not parallelism.fsdp and len(placements) == 1
+    if not (is_tp_alone if parallelism.is_tensor_parallel else is_fsdp):
         raise ValueError(
             f"{_name_of(parameter, model)} is placed as {tuple(placements)}: tensor and expert parallelism work "
             "alone, over a mesh of one dimension; leave FSDP2 and other dimensions out, or use FSDP2 alone"

@@ -47,13 +47,13 @@ def _widen(parameters: list[Tensor], optimizer: Optimizer) -> None:
 
 
 def _multiply(gradients: Iterable[Tensor], factor: float) -> None:
-    """Multiply in place; on an accelerator with one multi-tensor call for each device and dtype."""
+    """Multiply in place; on an accelerator by one multi-tensor call for each device and dtype."""
     groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         groups[gradient.device, gradient.dtype].append(gradient._values() if gradient.is_sparse else gradient)
     for (device, _), group in groups.items():
         if device.type == "cpu":
-            # On a CPU the multi-tensor call is also a loop, and rounds the factor to BF16 for BF16 gradients.
+            # The multi-tensor call is also a loop, and rounds the factor to BF16 for BF16 gradients.
             for values in group:
                 values.mul_(factor)
         else:

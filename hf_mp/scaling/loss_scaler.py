@@ -1,9 +1,8 @@
-""":class:`LossScaler`: base of the loss scalers. It stores a rule and has the methods of ``torch.amp.GradScaler``.
+""":class:`LossScaler`: base of the loss scalers, which stores a rule.
 
-The rules are in :mod:`hf_mp.scaling.rules`. For an attached model, the scale boundary reads
-:meth:`LossScaler.scale_and_inverse`, and the guarded optimizer step calls :meth:`LossScaler.update_scale`. ``scale``,
-``unscale_``, ``step`` and ``update`` are for loops written for ``torch.amp.GradScaler``, with several losses or
-optimizers too.
+For an attached model, the scale boundary reads :meth:`LossScaler.scale_and_inverse`, and the guarded optimizer step
+calls :meth:`LossScaler.update_scale`. ``scale``, ``unscale_``, ``step`` and ``update`` are for loops written for
+``torch.amp.GradScaler``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from hf_mp.scaling.rules import (
     whole,
 )
 
-# default advice of the error
 DEFAULT_ADVICE = (
     "The model or its data makes them, not the scale: look for NaN in the inputs, lower the learning rate, or train in "
     "a precision of wider range"
@@ -43,8 +41,7 @@ class LossScaleError(RuntimeError):
     """Gradients overflow even at the smallest loss scale allowed, so training cannot continue.
 
     Raised by ``optimizer.step()``, or by ``update()`` of a scaler, after ``max_consecutive_skips`` skipped steps in a
-    row. The message names the first of these steps and the scale; for an attached model also some of the gradients that
-    are inf or NaN.
+    row. The message names the first of these steps, the scale, and for an attached model some of the gradients.
     """
 
 
@@ -64,32 +61,27 @@ class Iteration:
     reports: dict[Hashable, StepReport] = field(default_factory=dict)  # by optimizer
 
 
-# Backward has a thread for each device, and each reads S: all wait while one reads the overflow status.
+# Backward has a thread for each device: all wait while one reads the overflow status.
 _PENDING_STEP_LOCK = threading.RLock()
 
-# keys of torch.amp.GradScaler.state_dict()
 _TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
 class LossScaler(Generic[Rule]):
-    """Base of the loss scalers: the methods of ``torch.amp.GradScaler``, and a saved state of plain numbers.
-
-    The methods behave as those of ``GradScaler``, except:
+    """Base of the loss scalers, with the methods of ``torch.amp.GradScaler``. They differ in these cases:
 
     - Gradients are checked after unscaling and, if sparse, after duplicate coordinates are summed, so an overflow in
       either skips the step too. torch checks before, and the infinity reaches the weights.
     - An optimizer with its own unscaling (``fused=True``) also receives unscaled gradients, and is not called in a
-      skipped step. If the scale is a power of two, its weights equal those under torch's scaler bit for bit. Otherwise
+      skipped step. If the scale is a power of two, its weights have the same bits as under torch's scaler. Otherwise
       they differ by rounding: the optimizer divides by the scale, :meth:`unscale_` multiplies by its inverse.
-    - The scale can be set (:meth:`update`) before the first call of :meth:`scale`.
-
-    A disabled scaler (``enabled=False``) returns losses unchanged, never skips, and saves an empty state.
+    - :meth:`update` may set the scale before the first call of :meth:`scale`.
 
     Args:
         rule: the initial rule, which then sets the scale.
         max_consecutive_skips: skipped steps in a row at the smallest scale after which :class:`LossScaleError` is
             raised; default 50.
-        enabled: False disables scaling and skipping; default True.
+        enabled: False: losses are returned unchanged, no step is skipped, the saved state is empty; default True.
     """
 
     def __init__(self, rule: Rule, *, max_consecutive_skips: int = 50, enabled: bool = True) -> None:
@@ -102,7 +94,7 @@ class LossScaler(Generic[Rule]):
         self._skips = rule.consecutive_skips  # in a row, also those that leave the rule unchanged
         self._tensors: dict[torch.device, ScaleTensors] = {}
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # the MixedPrecision objects with this scaler
-        self._pending_step: Callable[[], None] | None = None  # reports a step with an overflow status on a device
+        self._pending_step: Callable[[], None] | None = None  # reports a step with its overflow status on a device
         self._is_finishing = False
         self._iteration: Iteration | None = None  # None if no optimizer has stepped since the last backward
         self._reset_reports()
@@ -110,13 +102,13 @@ class LossScaler(Generic[Rule]):
 
     @property
     def state(self) -> Rule:
-        """The rule: settings and recorded values, frozen. Reading it finishes a pending step first."""
+        """The rule, frozen. A read finishes a pending step first."""
         self.finish_pending_step()
         return self._state
 
     @state.setter
     def state(self, state: Rule) -> None:
-        self._iteration = None  # a later step of this iteration must not undo what was set
+        self._iteration = None  # a later step of this iteration must not undo it
         self._set_state(state)
 
     def _set_state(self, state: Rule) -> None:
@@ -124,7 +116,7 @@ class LossScaler(Generic[Rule]):
         if changed:
             for user in self.users:
                 user.freeze_scale_factors()
-            # In place: CUDA graphs and kernels refer to these tensors.
+            # in place, for CUDA graphs
             for tensors in self._tensors.values():
                 tensors.scale.fill_(state.scale)
                 tensors.inverse.fill_(1.0 / state.scale)
@@ -134,18 +126,15 @@ class LossScaler(Generic[Rule]):
         return self.state.scale if self._enabled else 1.0
 
     def defer_step(self, finish: Callable[[], None]) -> None:
-        """Register ``finish`` to be called before the state is next read.
-
-        ``finish()`` reports the last optimizer step and may wait for the device.
-        """
+        """Call ``finish``, which reports the last optimizer step and may synchronize, before the state is next read."""
         self._pending_step = finish
 
     def finish_pending_step(self) -> None:
-        """Report the step that was registered with :meth:`defer_step`, if any."""
+        """Report the deferred step, if any."""
         if self._pending_step is None:
             return
         with _PENDING_STEP_LOCK:
-            # Another thread may have finished it while this one waited, and the call below may read the state.
+            # Another thread may have finished it, and the call below may read the state.
             if self._pending_step is None or self._is_finishing:
                 return
             self._is_finishing = True
@@ -158,19 +147,18 @@ class LossScaler(Generic[Rule]):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer has stepped since the last backward; a pending step counts once it was finished."""
+        """Whether an optimizer has stepped since the last backward, without a pending step."""
         return self._iteration is not None
 
     def end_iteration(self) -> None:
-        """Finish a pending step, and let steps after the backward that begins change the scale again."""
+        """Finish a pending step, and let later steps change the scale again. Called when a backward begins."""
         self.finish_pending_step()
         self._iteration = None
 
     def join_iteration(self, optimizer: Hashable) -> Iteration:
-        """Return the running iteration for a step that ``optimizer`` is about to report.
+        """Return the iteration in which ``optimizer`` will report a step: a new one if it has reported in this one.
 
-        Begin one if none has begun since the last backward, or if ``optimizer`` has reported a step in it already.
-        Reset the rule to its state before the iteration, so that all reports of the iteration adjust S once.
+        The rule is reset to its state before the iteration, so that all its reports adjust S once.
         """
         iteration = self._iteration
         if iteration is None or optimizer in iteration.reports:
@@ -180,11 +168,11 @@ class LossScaler(Generic[Rule]):
 
     @property
     def smallest_scale(self) -> float:
-        """The smallest scale that overflows can lower this one to."""
+        """The smallest scale that overflows can set."""
         return self._state.floor
 
     def scale_and_inverse(self, device: torch.device) -> ScaleTensors:
-        """Return the scale and its inverse on ``device``. The tensors are updated in place when the scale changes."""
+        """Return the scale and its inverse on ``device``, which later changes of the scale update in place."""
         if (tensors := self._tensors.get(device)) is None:
             with torch.inference_mode(False):  # the first call may be in inference mode
                 scale = torch.tensor([self.get_scale()], dtype=torch.float32, device=device)
@@ -195,11 +183,11 @@ class LossScaler(Generic[Rule]):
 
     @property
     def is_scaling(self) -> bool:
-        """Whether gradients are scaled: False for a constant scale of 1 and for a disabled scaler."""
+        """Whether gradients are scaled: False for a constant 1 and a disabled scaler."""
         return self._enabled and (self._state.scale != 1.0 or not isinstance(self._state, StaticRule))
 
     def copy(self) -> Self:
-        """Return an independent scaler with the same settings and state."""
+        """Return an independent scaler with the same state."""
         return copy.deepcopy(self)
 
     def update_scale(
@@ -212,12 +200,9 @@ class LossScaler(Generic[Rule]):
     ) -> None:
         """Set the next scale from the report of an optimizer step.
 
-        Between two calls of :meth:`end_iteration`, steps of several ``optimizer`` (any key) change the scale once, from
-        their reports together (:meth:`StepReport.of_all`). A step without a key, or of the same optimizer again, is an
-        iteration of its own.
-
-        ``nonfinite`` returns the names of gradients that are inf or NaN, ``way_out`` advice or ``""``. Both are called
-        only for the message of the error.
+        Steps of several ``optimizer`` (any key) in one iteration change the scale once, from all reports. A step
+        without a key begins an iteration. For the message of the error, ``nonfinite`` returns names of gradients that
+        are inf or NaN, ``way_out`` advice.
 
         Raises:
             LossScaleError: after ``max_consecutive_skips`` skipped steps in a row, if a smaller scale cannot help.
@@ -231,11 +216,11 @@ class LossScaler(Generic[Rule]):
         report, before = StepReport.of_all(iteration.reports.values()), iteration.before
         self._set_state(before.adjust(report))
         self._skips = iteration.skips_before + 1 if report.overflow else 0
-        if self._skips >= self._max_consecutive_skips and not (report.may_be_scale and before.scale > before.floor):
+        can_lower = report.may_be_scale and before.scale > before.floor
+        if self._skips >= self._max_consecutive_skips and not can_lower:
             raise LossScaleError(self._skips_message(report.may_be_scale, nonfinite(), way_out() or DEFAULT_ADVICE))
 
     def _skips_message(self, may_be_scale: bool, nonfinite: Sequence[str], advice: str) -> str:
-        """Return the message of the error after too many skipped steps in a row."""
         where = f" even at loss scale {scale_text(self._state.scale)}, the smallest allowed"
         if not self.is_scaling:
             where = " without loss scaling"
@@ -247,18 +232,16 @@ class LossScaler(Generic[Rule]):
         )
 
     def back_off(self, scale: float | None = None) -> bool:
-        """Lower the scale as an overflow does, for a step that is rerun and not counted; return whether it was lowered.
+        """Lower the scale as an overflow does, or to ``scale``, for a step that is rerun and not counted.
 
-        ``scale`` is set instead, if given, but no scale below :attr:`smallest_scale`. The rule treats the rerun as the
-        first step after an overflow.
+        Returns whether it was lowered. No scale below :attr:`smallest_scale` is set.
         """
-        before, after = self.state, self._state.adjust(StepReport(overflow=True))
+        before = self.state
+        after = before.adjust(StepReport(overflow=True))
         is_lower = self._enabled and after.scale < before.scale
         if scale is not None and is_lower:
-            lowest = min(self.smallest_scale, before.scale)
-            after = replace(after, scale=max(scale, lowest))
-        # at least one skip: the rerun then counts as following an overflow
-        skips = max(before.consecutive_skips, int(is_lower))
+            after = replace(after, scale=max(scale, min(self.smallest_scale, before.scale)))
+        skips = max(before.consecutive_skips, int(is_lower))  # at least 1, so that the rerun follows an overflow
         self.state = replace(after, steps=before.steps, skipped_steps=before.skipped_steps, consecutive_skips=skips)
         return is_lower
 
@@ -273,11 +256,11 @@ class LossScaler(Generic[Rule]):
         return self.state.to_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of :meth:`state_dict` or of a ``torch.amp.GradScaler``. A disabled scaler ignores it.
+        """Load a state of :meth:`state_dict` or a ``torch.amp.GradScaler``. A disabled scaler ignores it.
 
         Raises:
             TypeError: if the state is not a mapping.
-            ValueError: for the state of another kind of scaler, missing or unknown keys, or values out of range.
+            ValueError: for another kind of scaler, missing or unknown keys, or values out of range.
             RuntimeError: for the empty state of a disabled scaler.
         """
         if not self._enabled:
@@ -295,20 +278,19 @@ class LossScaler(Generic[Rule]):
             self._set_checked(self.state.from_dict(state_dict))
 
     def _set_checked(self, rule: Rule) -> None:
-        """Set the state to ``rule``; a ValueError for a field out of range changes nothing."""
         before, self.state = self._state, rule.validated()
         self._skips = rule.consecutive_skips
         self._warn_if_inexact(rule, before)
 
     def _warn_if_inexact(self, rule: Rule, before: Rule | None) -> None:
-        """Warn, at the user's line, about a new scale or factor that is not a power of two."""
+        """Warn about a new scale or factor that is not a power of two."""
         for name in rule.exact if self._enabled else ():
             value = getattr(rule, name)
             is_new = value != getattr(before, name, None)
             if is_new and value and math.isfinite(value) and math.frexp(value)[0] != 0.5:
                 warn_caller(f"{name}={value} is no power of two: scaling and unscaling then round gradients")
 
-    # As in torch's scaler: reports are keyed by the id of an optimizer, which a pickle does not preserve.
+    # As in torch's scaler: a pickle does not preserve ids of optimizers, the keys of reports.
     def __getstate__(self) -> dict[str, Any]:
         if self._reports:
             raise RuntimeError("pickle a loss scaler only between update() and the next unscale_() or step()")
@@ -327,14 +309,14 @@ class LossScaler(Generic[Rule]):
         self._stepped: set[int] = set()
 
     def is_enabled(self) -> bool:
-        """Return whether scaling and skipping are enabled."""
+        """Return whether the scaler is enabled."""
         return self._enabled
 
     def scale(self, outputs: Any) -> Any:
         """Return ``outputs`` (a tensor, or nested iterables of tensors) multiplied by the loss scale.
 
-        If the scale changes before the backward of the result, autograd raises an error (a variable was modified in
-        place): the gradients would be unscaled by another factor.
+        If the scale changes before the backward, autograd raises an error (a variable was modified in place), because
+        gradients would be unscaled by another factor.
 
         Raises:
             ValueError: for any other type.
@@ -342,7 +324,7 @@ class LossScaler(Generic[Rule]):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            # A 0-dimensional factor leaves the dtype of outputs with dimensions unchanged, as in torch.
+            # 0-dimensional, to keep the dtype of the outputs, as in torch
             return outputs * self.scale_and_inverse(outputs.device).scale.squeeze()
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping)):
             scaled = map(self.scale, outputs)
@@ -352,14 +334,11 @@ class LossScaler(Generic[Rule]):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, for clipping or inspection.
 
-        Optional, once per optimizer between two updates. FP16 gradients of a :class:`MasterWeightOptimizer` are
-        replaced by FP32 ones.
+        Optional, once between two updates. FP16 gradients of a :class:`MasterWeightOptimizer` become FP32 ones.
 
         Raises:
-            RuntimeError: if called twice, after ``step``, before :meth:`scale`, or for an optimizer with a step guarded
-                by an attached :class:`MixedPrecision`.
-            ValueError: for FP16 gradients of an optimizer without FP32 masters, where unscaled gradients underflow. No
-                gradient is changed.
+            RuntimeError: if called twice, after ``step``, before :meth:`scale`, or for an attached optimizer.
+            ValueError: for FP16 gradients of an optimizer without FP32 masters, which would underflow.
         """
         if not self._enabled:
             return
@@ -382,9 +361,8 @@ class LossScaler(Generic[Rule]):
             The result of ``optimizer.step``; None if the step was skipped.
 
         Raises:
-            RuntimeError: for a closure, for a second call before ``update``, for an optimizer without gradients, and as
-                :meth:`unscale_`.
-            ValueError: as :meth:`unscale_`.
+            RuntimeError: for a closure, a second call before ``update``, and an optimizer without gradients.
+            RuntimeError, ValueError: as :meth:`unscale_`.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -430,7 +408,6 @@ class LossScaler(Generic[Rule]):
 
 
 def _one_number(new_scale: float | Tensor) -> float:
-    """Return ``new_scale`` as a number; a ValueError for a tensor of several elements, or one that requires grad."""
     if not isinstance(new_scale, Tensor):
         return new_scale
     if new_scale.numel() != 1 or new_scale.requires_grad:

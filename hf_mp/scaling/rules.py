@@ -1,7 +1,4 @@
-"""Loss scale rules: frozen dataclasses. ``rule.adjust(report)`` returns the rule for the next step.
-
-:data:`RULES` lists the classes by name. :class:`PrecisionStats`, the statistics of a run, is a frozen dataclass too.
-"""
+"""Loss scale rules: frozen dataclasses. ``rule.adjust(report)`` returns the rule for the next step."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from typing import Any, ClassVar, Self, TypeGuard, TypeVar
 
 import torch
 
-FP16_MAX = 65504.0  # the largest FP16 number
+FP16_MAX = 65504.0
 FP32_MAX = torch.finfo(torch.float32).max
 SMALLEST_SCALE = 2.0**-126  # its inverse is finite in FP32
-# Default lower bound. At 2**-48, an FP16 gradient of 65504 is an unscaled gradient of about 2**64. Its square exceeds
-# FP32, so the step is skipped at any smaller scale too.
+# At 2**-48, an FP16 gradient of 65504 is an unscaled gradient of about 2**64. Its square exceeds FP32, so the step is
+# skipped at any smaller scale too.
 LEAST_USEFUL_SCALE = 2.0**-48
 LARGEST_SCALE = 2.0**127
 
@@ -33,16 +30,12 @@ class StepReport:
     overflow: bool
     # largest magnitude of the unscaled gradients before clipping; None if it was not measured
     largest_gradient: float | None = None
-    # a smaller scale may prevent the overflow; False if the loss was inf or NaN, or if another optimizer has already
-    # reported the same overflow
+    # a smaller scale may prevent the overflow: the loss is finite, and no other optimizer has reported the overflow
     may_be_scale: bool = True
 
     @classmethod
     def of_all(cls, reports: Iterable[StepReport]) -> StepReport:
-        """Combine the reports of several optimizers, at least one, as ``GradScaler.update()`` does.
-
-        An overflow in one of them is an overflow; a largest gradient that was not measured does not count.
-        """
+        """Combine the reports of several optimizers, at least one, as ``GradScaler.update()`` does."""
         reports = list(reports)
         if overflows := [report for report in reports if report.overflow]:
             return cls(True, None, any(report.may_be_scale for report in overflows))
@@ -59,25 +52,24 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def check(meaning: str, holds: Callable[[Any], bool], **values: object) -> None:
-    """Raise a ValueError with ``meaning`` in its message unless ``holds(value)`` for all ``values``."""
+    """Raise a ValueError with ``meaning`` unless ``holds(value)`` for all ``values``."""
     for name, value in values.items():
         if not holds(value):
             raise ValueError(f"{name}={value!r:.100} must be {meaning}")
 
 
 def number(meaning: str, holds: Callable[[Any], bool]) -> Callable[..., None]:
-    """Return a :func:`check` of numbers; a ``bool`` is not a number."""
+    """Return a :func:`check` of numbers, not of a ``bool``."""
     return partial(check, meaning, lambda value: _is_number(value) and holds(value))
 
 
 def whole(smallest: int) -> Callable[..., None]:
-    """Return a :func:`check` of whole numbers from ``smallest`` on."""
     meaning = f"a whole number of steps, at least {smallest}"
     return number(meaning, lambda value: isinstance(value, numbers.Integral) and int(value) >= smallest)
 
 
 def check_scale(scale: object) -> None:
-    """Raise a ValueError unless ``scale`` is a number from 2**-126 to FP32's largest; its inverse is finite there."""
+    """Raise a ValueError unless ``scale`` is a number from 2**-126 to FP32's largest."""
     if isinstance(scale, str):
         raise ValueError(f"a loss scale is a number, not {scale!r}. It is for all devices: leave torch's device out")
     if not _is_number(scale) or not SMALLEST_SCALE <= scale <= FP32_MAX:
@@ -94,7 +86,7 @@ def _check_max_scale(max_scale: object, min_scale: float) -> None:
 
 
 def setting(default: Any, check: Callable[..., None] | None = None) -> Any:
-    """Declare a field of a rule that no step changes; ``check(name=value)`` raises a ValueError for invalid values."""
+    """Declare a field of a rule that no step changes; ``check(name=value)`` raises a ValueError if it is invalid."""
     return field(default=default, kw_only=True, metadata={"check": check})
 
 
@@ -107,12 +99,12 @@ def remembered(default: Any, check: Callable[..., None], *, key: str | None = No
 class ScaleRule:
     """A loss scale and the rule that updates it. :func:`register` makes a subclass available to all policies.
 
-    Fields are declared with :func:`remembered` (changed by steps, stored in checkpoints) and :func:`setting`.
+    Fields are declared with :func:`remembered` (changed by steps) and :func:`setting`.
     """
 
     name: ClassVar[str]  # value of loss_scale=...
     summary: ClassVar[str]  # for help texts
-    exact: ClassVar[tuple[str, ...]] = ("scale",)  # fields that make scaling round unless they are powers of two
+    exact: ClassVar[tuple[str, ...]] = ("scale",)  # fields with a warning unless they are powers of two
 
     scale: float = remembered(MISSING, check_scale)  # current loss scale, an FP32 value
     steps: int = remembered(0, whole(0))  # optimizer steps, skipped ones included
@@ -139,7 +131,7 @@ class ScaleRule:
         )
 
     def is_searching_scale(self, clean_scale: float | None) -> bool:
-        """Return whether an overflow is expected; ``clean_scale`` is the largest scale of an applied step, or None."""
+        """Return whether an overflow is expected; ``clean_scale``: the largest scale of an applied step, or None."""
         return False
 
     def validated(self) -> Self:
@@ -158,7 +150,7 @@ class ScaleRule:
         return {"kind": self.name, **{key: getattr(self, name) for key, name in self._fields_by_key().items()}}
 
     def from_dict(self, saved: Mapping[str, Any]) -> Self:
-        """Return this rule with values of :meth:`to_dict`, not yet :meth:`validated`; a ValueError for other keys."""
+        """Return this rule with values of :meth:`to_dict`, not :meth:`validated`; a ValueError for other keys."""
         known, given = self._fields_by_key(), saved.keys() - {"kind"}
         if saved.get("kind") != self.name or given != known.keys():
             missing, unknown = sorted(known.keys() - given), sorted(given - known.keys(), key=str)
@@ -169,10 +161,7 @@ class ScaleRule:
         return replace(self, **{name: saved[key] for key, name in known.items()})
 
     def from_torch(self, saved: Mapping[str, Any]) -> Self:
-        """Return this rule with values of a ``torch.amp.GradScaler`` state, not yet :meth:`validated`.
-
-        The default uses none of them: a constant stays constant, and a measured scale is measured again.
-        """
+        """Return this rule with values of a ``torch.amp.GradScaler`` state, not :meth:`validated`; default: none."""
         return self
 
 
@@ -183,18 +172,16 @@ Rule = TypeVar("Rule", bound=ScaleRule)
 
 
 def register(rule: type[Rule]) -> type[Rule]:
-    """Add ``rule`` to :data:`RULES`. Help texts list it if :mod:`hf_mp.trainer` is imported afterwards."""
+    """Add ``rule`` to :data:`RULES`, and to help texts if :mod:`hf_mp.trainer` is imported afterwards."""
     RULES[rule.name] = rule
     return rule
 
 
 class StaticRule(ScaleRule):
-    """A constant scale: only counts steps. Not registered, because a policy contains the number itself."""
+    """A constant scale. Not registered, because a policy contains the number itself."""
 
     name, summary = "static", "constant"
 
-
-# The scale that follows the gradients
 
 _LEAST_HEADROOM = 1.0  # doublings; lower bound of the adapted headroom
 _FAST_ABOVE, _FAST = 4.0, 2.0  # headroom h sinks at a rate of at least _FAST * (h - _FAST_ABOVE)
@@ -202,7 +189,7 @@ _ABOVE_SEEN = 0.5  # doublings of headroom above a measured rise
 _ABOVE_UNSEEN = 1.25  # doublings added by an overflow that no gradient explains
 _FUTILE_HEADROOM = 12.0  # doublings with which an overflow is not due to the scale, unless it recurs within _AT_ONCE
 _FUTILE_ADDED = 10.0  # ... and at least so many above the headroom of _FIRST_SCALE
-_AT_ONCE = 16  # clean steps; an overflow that recurs sooner is due to the scale, with any headroom
+_AT_ONCE = 16  # clean steps
 _LARGEST_FALL = 8.0  # doublings; limits the effect of one batch with nearly no gradient
 _FIRST_SCALE = 2.0**16  # torch's; small weight gradients allow more, but activation gradients may be far larger
 
@@ -218,12 +205,11 @@ class HeadroomRule(ScaleRule):
             if it is the first: level = g; headroom = enough for a scale of 2**16 at most, at least 5; done
             rise = log2(g / level)                      # doublings above the level
             if it follows an overflow:
-                if rise > headroom:                     # a jump explains the overflow: g is the new level
-                    level = g; done
+                if rise > headroom: level = g; done     # a jump explains the overflow
                 if quiet >= 16 and (futile or headroom >= max(12, headroom at scale 2**6)):
                     futile = True                       # no scale prevents it
                 else: headroom += 1.25
-                quiet = 0                               # clean steps since the last overflow without an explanation
+                quiet = 0                               # clean steps since the last unexplained overflow
             else:
                 quiet += 1
                 if quiet >= 16 * patience: futile = False
@@ -254,7 +240,7 @@ class HeadroomRule(ScaleRule):
     largest: float = setting(FP16_MAX, number("a positive, finite number", lambda x: 0.0 < x < math.inf))
 
     scale: float = remembered(2.0**10, check_scale)
-    # running geometric mean of the largest unscaled gradients; None before the first finite one
+    # running geometric mean of the largest unscaled gradients; None before the first
     level: float | None = remembered(
         None,
         partial(
@@ -263,10 +249,10 @@ class HeadroomRule(ScaleRule):
     )
     # doublings between the level and the largest number
     headroom: float = remembered(5.0, number("a finite number of doublings, at least 0", lambda x: 0.0 <= x < math.inf))
-    is_futile: bool = remembered(  # overflows occurred that headroom does not prevent
+    is_futile: bool = remembered(  # whether headroom does not prevent the overflows
         False, partial(check, "True or False", lambda x: isinstance(x, bool))
     )
-    quiet_steps: int = remembered(0, whole(0))  # clean steps since the last overflow that no gradient explained
+    quiet_steps: int = remembered(0, whole(0))  # clean steps since the last unexplained overflow
 
     @property
     def floor(self) -> float:
@@ -285,7 +271,7 @@ class HeadroomRule(ScaleRule):
         return self.scale > 1.0 and self.level is None
 
     def adjust(self, report: StepReport) -> Self:
-        if report.overflow and not report.may_be_scale:  # no information about the gradients
+        if report.overflow and not report.may_be_scale:
             return replace(self, steps=self.steps + 1)
         if report.overflow:
             return self.with_step_counted(report, scale=self._lowered_scale())
@@ -293,21 +279,20 @@ class HeadroomRule(ScaleRule):
         learned = self if largest is None or not 0.0 < largest < math.inf else self._learned(largest)
         if learned.level is not None:
             scale = scale_with_headroom(learned.level, learned.headroom, self.largest)
-        elif largest == 0.0:  # gradients may have underflowed in FP16 at a scale that overflows lowered
+        elif largest == 0.0:  # gradients may have underflowed at a scale that overflows lowered
             scale = max(self.scale, min(self.scale / self.backoff_factor, self.init_scale))
         else:
             scale = self.scale
         return learned.with_step_counted(report, scale=max(min(scale, self.max_scale), self.min_scale))
 
     def _lowered_scale(self) -> float:
-        """Return the scale after an overflow."""
         # A scale above 1 is lowered to no less than 1: nearly all gradients fit there.
         least = max(self.min_scale, 1.0 if self.scale > 1.0 else SMALLEST_SCALE)
         fallen = power_of_two_below(max(self.scale * self.backoff_factor, SMALLEST_SCALE))
         return max(fallen, min(least, self.scale))
 
     def _learned(self, largest: float) -> Self:
-        """Return this rule with level and headroom updated by a measured gradient; the scale is not set yet."""
+        """Return this rule with level and headroom, not the scale, updated by a measured gradient."""
         if self.level is None:
             # Slightly less headroom than the cap leaves, so that rounding does not halve the scale.
             capped = headroom_left(max(_FIRST_SCALE, self.init_scale), largest, self.largest) - 2.0**-20
@@ -315,37 +300,34 @@ class HeadroomRule(ScaleRule):
         rise = math.log2(largest / self.level)
         if self.consecutive_skips and rise > self.headroom:  # this gradient explains the overflow
             return replace(self, level=float(largest))
-        if self.consecutive_skips:
-            headroom, is_futile, quiet_steps = self._after_unexplained_overflow(self.level)
+        headroom, is_futile = self.headroom, self.is_futile
+        quiet_steps = 0 if self.consecutive_skips else self.quiet_steps + 1
+        if not self.consecutive_skips:
+            is_futile = is_futile and quiet_steps < 16 * self.patience
+        elif self._is_headroom_futile(self.level):
+            is_futile = True
         else:
-            headroom, quiet_steps = self.headroom, self.quiet_steps + 1
-            is_futile = self.is_futile and quiet_steps < 16 * self.patience
+            headroom += _ABOVE_UNSEEN
         sunk = self._sunk_headroom(headroom, is_futile)
         headroom = max(sunk, rise + _ABOVE_SEEN, min(_LEAST_HEADROOM, self.init_headroom))
         level = self._moved_level(self.level, rise)
         return replace(self, level=level, headroom=headroom, is_futile=is_futile, quiet_steps=quiet_steps)
 
-    def _after_unexplained_overflow(self, level: float) -> tuple[float, bool, int]:
-        """Return headroom, ``is_futile`` and ``quiet_steps`` after an overflow that no gradient explains."""
-        if self._is_headroom_futile(level):
-            return self.headroom, True, 0
-        return self.headroom + _ABOVE_UNSEEN, self.is_futile, 0
-
     def _is_headroom_futile(self, level: float) -> bool:
         """Return whether more headroom would not have prevented an overflow that no gradient explains."""
-        # With the first scale, small gradients have much headroom already: only later increases count.
+        # Small gradients have much headroom at the first scale: only later increases count.
         futile = max(_FUTILE_HEADROOM, headroom_left(_FIRST_SCALE, level, self.largest) + _FUTILE_ADDED)
         return self.quiet_steps >= _AT_ONCE and (self.is_futile or self.headroom >= futile)
 
     def _sunk_headroom(self, headroom: float, is_futile: bool) -> float:
-        """Return ``headroom`` after it has sunk for one step, without a lower bound."""
+        """Return ``headroom`` after one step of sinking, without a lower bound."""
         sinking = 1.0 / (1 + 8 * self.skipped_steps)
         if is_futile or not self.skipped_steps:
             sinking = max(sinking, _FAST * (headroom - _FAST_ABOVE))
         return headroom - sinking / self.patience
 
     def _moved_level(self, level: float, rise: float) -> float:
-        """Return ``level`` moved towards a gradient that is ``rise`` doublings above it."""
+        """Return ``level`` moved towards a gradient ``rise`` doublings above it."""
         weight = 1.0 - 0.5 ** (1.0 / self.half_life)
         return level * 2.0 ** (weight * max(rise, -_LARGEST_FALL))
 
@@ -353,7 +335,7 @@ class HeadroomRule(ScaleRule):
 @register
 @dataclass(frozen=True)
 class DynamicRule(ScaleRule):
-    """The algorithm of ``torch.amp.GradScaler`` (see its documentation), with bounds and hysteresis."""
+    """The algorithm of ``torch.amp.GradScaler``, with bounds and hysteresis."""
 
     name, summary = "dynamic", "torch's algorithm"
     exact = ("scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
@@ -372,7 +354,7 @@ class DynamicRule(ScaleRule):
     growth_interval: int = remembered(2000, whole(1))
     # clean steps since the last overflow or growth; negative while growth_delay lasts
     growth_tracker: int = remembered(0, whole(-(2**31)), key="_growth_tracker")
-    hysteresis_left: int = remembered(1, whole(1))  # overflows until the scale is lowered, the last one included
+    hysteresis_left: int = remembered(1, whole(1))  # overflows until the scale is lowered, that one included
 
     @property
     def floor(self) -> float:
@@ -411,12 +393,8 @@ class DynamicRule(ScaleRule):
 def parse_loss_scale(value: str | float | None) -> str | float | None:
     """Parse a loss scale: return the name of a rule, a number, or None for no scaling.
 
-    Args:
-        value: the name of a rule (:data:`RULES`: ``"headroom"``, ``"dynamic"``), ``"none"``, a positive number or its
-            text, or None.
-
-    Raises:
-        ValueError: for any other text, and for zero, negative, infinite and NaN numbers.
+    ``value`` is a name in :data:`RULES`, ``"none"``, a positive number or its text, or None. A ValueError for any other
+    text, and for zero, negative, infinite and NaN numbers.
     """
     if value is None or value == "none":
         return None
@@ -443,23 +421,23 @@ def scale_with_headroom(magnitude: float, headroom: float, largest: float = FP16
 
 
 def power_of_two_below(value: float) -> float:
-    """Return the largest power of two up to ``value``; for a negative ``value``, the largest ``-(2**k)``."""
+    """Return the largest ``2**k`` up to ``value``; for a negative ``value``, the largest ``-(2**k)``."""
     mantissa, exponent = math.frexp(value)
     return math.ldexp(0.5, exponent) if value > 0.0 else -math.ldexp(0.5, exponent + (mantissa != -0.5))
 
 
 def to_fp32(value: float) -> float:
-    """Return ``value`` rounded to FP32, the dtype of torch's loss scale; ``inf`` beyond its range."""
+    """Return ``value`` rounded to FP32; ``inf`` beyond its range."""
     return ctypes.c_float(value).value
 
 
 def headroom_left(scale: float, magnitude: float, largest: float = FP16_MAX) -> float:
-    """Return the doublings of ``scale`` until ``magnitude`` overflows: log2(largest / (S * m)); inf for 0."""
+    """Return the doublings of ``scale`` until ``magnitude`` overflows; inf for 0."""
     return math.log2(largest / (scale * magnitude)) if magnitude > 0.0 else math.inf
 
 
 def scale_text(scale: float) -> str:
-    """Format a loss scale for messages: ``16384``, or ``2^20`` and ``2^-14`` for 1e6 and more, and for fractions."""
+    """Format a loss scale for messages, as ``16384``, ``2^20`` (from 1e6 on) or ``2^-14``."""
     if float(scale).is_integer() and scale < 1e6:
         return f"{scale:.0f}"
     mantissa, exponent = math.frexp(scale)
@@ -468,19 +446,15 @@ def scale_text(scale: float) -> str:
 
 @dataclass(frozen=True)
 class PrecisionStats:
-    """Statistics of mixed precision in this process.
-
-    The steps of several optimizers between two backwards count as one.
+    """Statistics of mixed precision in this process. Steps of several optimizers between two backwards count as one.
 
     Attributes:
         steps: optimizer steps, skipped ones included.
         skipped_steps: steps that at least one optimizer skipped because of an overflow.
         loss_scale: the current loss scale; 1.0 if nothing is scaled.
-        loss_scale_first: the loss scale of the first step.
-        loss_scale_min: the smallest loss scale of a step.
-        loss_scale_max: the largest loss scale of a step.
+        loss_scale_first, loss_scale_min, loss_scale_max: the first, smallest and largest loss scale of a step.
         headroom: doublings of the scale before an overflow, at the last clean step; None if not measured.
-        remedies: the rules that ``on_overflow="heal"`` added, as ``"module:op: rule"``.
+        remedies: rules that ``on_overflow="heal"`` added, as ``"module:op: rule"``.
     """
 
     steps: int = 0
@@ -493,8 +467,8 @@ class PrecisionStats:
     remedies: tuple[str, ...] = ()
 
     def log_entries(self) -> dict[str, float]:
-        """Return the log entries ``loss_scale`` and ``skipped_steps``, and ``remedies`` and ``headroom`` if any."""
-        # The Trainer prints the float 16384.0 as 1.638e+04, the int in full.
+        """Return the log entries ``loss_scale``, ``skipped_steps``, and if any ``remedies`` and ``headroom``."""
+        # The Trainer prints the float 16384.0 as 1.638e+04.
         scale = int(self.loss_scale) if self.loss_scale.is_integer() else self.loss_scale
         entries = {"loss_scale": scale, "skipped_steps": self.skipped_steps}
         if self.remedies:
@@ -519,5 +493,5 @@ class PrecisionStats:
             loss_scale=next_scale,
             loss_scale_min=min(self.loss_scale_min, used_scale),
             loss_scale_max=max(self.loss_scale_max, used_scale),
-            headroom=headroom_left(next_scale, largest) if largest else self.headroom,  # no headroom for gradients of 0
+            headroom=headroom_left(next_scale, largest) if largest else self.headroom,
         )

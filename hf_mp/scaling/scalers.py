@@ -37,8 +37,7 @@ class StaticLossScaler(LossScaler[StaticRule]):
 
     Args:
         scale: the loss scale; scaling is exact for a power of two. 1 means no scaling.
-        max_consecutive_skips: skipped steps in a row after which :class:`LossScaleError` is raised; default 50.
-        enabled: False disables scaling and skipping; default True.
+        max_consecutive_skips, enabled: as for :class:`LossScaler`.
 
     Raises:
         ValueError: for a scale that is not positive and finite.
@@ -49,36 +48,33 @@ class StaticLossScaler(LossScaler[StaticRule]):
 
 
 class DynamicLossScaler(LossScaler[DynamicRule]):
-    """torch's dynamic loss scale: halved on an overflow, doubled after ``growth_interval`` clean steps.
+    """The dynamic loss scale of ``torch.amp.GradScaler`` (Micikevicius et al. 2017, section 3.2).
 
-    Algorithm of ``torch.amp.GradScaler`` (see its documentation; Micikevicius et al. 2017, section 3.2)::
+    Algorithm::
 
         overflow:  scale *= backoff_factor; tracker = 0
         clean:     tracker += 1
                    if tracker == growth_interval: scale *= growth_factor; tracker = 0
 
     Args:
-        device: accepted for compatibility with ``torch.amp.GradScaler`` and unused: each device gets the scale when a
-            loss needs it. Default None.
+        device: unused; for compatibility with ``torch.amp.GradScaler``. Default None.
         init_scale: scale of the first step; default 2**16.
         growth_factor: at least 1, which means no growth; default 2.
         backoff_factor: below 1; default 0.5.
         growth_interval: clean steps before the scale grows; default 2000.
         hysteresis: overflows before the scale is lowered; default 1: at once. Further overflows lower it too. The count
             is restored when the scale grows, as in Megatron-LM (``--hysteresis``) and DeepSpeed.
-        consecutive_hysteresis: restore the count at a clean step too, so that only overflows in a row lower the scale,
-            as DeepSpeed's setting of that name and NeMo's scaler do; default False.
+        consecutive_hysteresis: restore the count at a clean step too, as DeepSpeed's setting of that name and NeMo's
+            scaler do; default False.
         growth_delay: clean steps that do not count towards growth, at the beginning and after each overflow; default 0.
             1 gives the growth steps of DeepSpeed.
         min_scale: lower bound; default 2**-48, where FP16's largest number is an unscaled gradient of 2**64, with which
             every step is skipped. 0 means FP32's bound, 2**-126.
         max_scale: upper bound of growth; default None: FP32's.
-        max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
-            default 50.
-        enabled: False disables scaling, as in torch: ``step`` only calls ``optimizer.step()``. Default True.
+        max_consecutive_skips, enabled: as for :class:`LossScaler`.
 
-    A factor or scale that is not a power of two is allowed, as in torch, with a warning, because scaling then rounds. A
-    ``backoff_factor`` of 0 or less lowers the scale to ``min_scale``; torch's scale would become 0 or negative.
+    A factor or scale that is not a power of two costs a warning, because scaling then rounds. A ``backoff_factor`` of 0
+    or less lowers the scale to ``min_scale``; torch's scale would become 0 or negative.
 
     Raises:
         ValueError: for settings out of range.
@@ -119,7 +115,6 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
         super().__init__(rule, max_consecutive_skips=max_consecutive_skips, enabled=enabled)
 
     def get_growth_factor(self) -> float:
-        """Return the factor by which the scale grows."""
         return self._state.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -127,7 +122,6 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
         self._set_checked(replace(self._state, growth_factor=new_factor))
 
     def get_backoff_factor(self) -> float:
-        """Return the factor by which an overflow lowers the scale."""
         return self._state.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -135,14 +129,12 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
         self._set_checked(replace(self._state, backoff_factor=new_factor))
 
     def get_growth_interval(self) -> int:
-        """Return the number of clean steps before the scale grows."""
         return self._state.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of clean steps before the scale grows; at least 1.
 
-        After ``new_interval`` or more clean steps, the scale grows at the next one. (torch's scaler compares for
-        equality: its scale would not grow until an overflow.)
+        After ``new_interval`` or more clean steps, the scale grows at the next one; torch's not until an overflow.
         """
         self._set_checked(replace(self._state, growth_interval=new_interval))
 
@@ -150,14 +142,13 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
 class HeadroomLossScaler(LossScaler[HeadroomRule]):
     """A loss scale computed from the largest gradient, instead of raised until an overflow.
 
-    The check for inf and NaN also finds the largest gradient magnitude. At every step the scale is computed from it, so
-    that their product stays below 65504 (Micikevicius et al. 2017, section 3.2; NVIDIA's "Train With Mixed Precision"
-    guide). The headroom adapts to the gradients, with the algorithm of :class:`~hf_mp.scaling.rules.HeadroomRule`.
+    The scale times the largest gradient stays below 65504 (Micikevicius et al. 2017, section 3.2; NVIDIA's "Train With
+    Mixed Precision" guide). The headroom adapts to the gradients: :class:`~hf_mp.scaling.rules.HeadroomRule` has the
+    algorithm.
 
     After an overflow the scale is far too low for one step, and the gradient of that step shows the cause. If it is
     larger than the level, the gradients have grown. Otherwise the cause was a single spike, an activation gradient
-    larger than any weight gradient, or data that overflow at any scale. The more steps were skipped, the slower the
-    headroom sinks.
+    larger than any weight gradient, or data that overflow at any scale.
 
     Args:
         init_scale: scale of the first step; low, because no gradient was measured; default 2**10.
@@ -166,16 +157,12 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
         half_life: steps in which the level moves half the way to a new one; default 25.
         backoff_factor: factor on an overflow; default 2**-20.
         patience: steps in which a headroom below 4.5 sinks by one doubling while no step is skipped; default 250.
-        min_scale: lower bound; default 2**-48, where FP16's largest number is an unscaled gradient of 2**64, with which
-            every step is skipped. 0 means FP32's bound.
+        min_scale: lower bound; default 2**-48, as for :class:`DynamicLossScaler`. 0 means FP32's bound.
         max_scale: upper bound; default 2**40; None means FP32's.
         largest: largest number of the dtype of the gradients; default FP16's, 65504.
-        max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
-            default 50.
-        enabled: False disables scaling and skipping; default True.
+        max_consecutive_skips, enabled: as for :class:`LossScaler`.
 
-    After the first update the scale is a power of two. Bounds that are not powers of two are moved inwards to the
-    nearest one.
+    After the first update the scale is a power of two. Other bounds are moved inwards to the nearest power of two.
 
     Raises:
         ValueError: for settings out of range.
@@ -232,10 +219,8 @@ def make_loss_scaler(
         ValueError: for another loss scale or setting.
     """
     kind = parse_loss_scale(loss_scale)
-    if kind == HeadroomRule.name:
-        settings = {"largest": min(compute_dtype(compute).largest, FP16_MAX), **settings}
     rule = RULES[kind] if isinstance(kind, str) else StaticRule
-    scaler = _SCALERS.get(rule.name)
+    scaler = _SCALERS.get(rule.name)  # None for a rule that user code has registered
     allowed = _allowed_settings(rule, scaler)
     if unknown := sorted(settings.keys() - allowed):
         raise ValueError(
@@ -244,13 +229,15 @@ def make_loss_scaler(
     if scaler is None:
         of_all = {name: settings.pop(name) for name in OF_ALL_SCALERS & settings.keys()}
         return LossScaler(rule(**settings), **of_all)
+    if kind == HeadroomRule.name:
+        settings.setdefault("largest", min(compute_dtype(compute).largest, FP16_MAX))
     if isinstance(kind, str):
         return scaler(**settings)
     return scaler(1.0 if kind is None else kind, **settings)
 
 
 def _allowed_settings(rule: type[ScaleRule], scaler: type[LossScaler[Any]] | None) -> set[str]:
-    """Return the names of the settings of ``scaler``; if there is none for ``rule``, those that are its fields."""
+    """Return the names of the settings of ``scaler``, or if it is None, of ``rule``."""
     if scaler is not None:
         return set(signature(scaler).parameters) - {"scale", "device"}
     return {field.name for field in fields(rule) if field.kw_only} | {"scale", *OF_ALL_SCALERS}

@@ -1,6 +1,6 @@
 """One training step in mixed precision, in the order in which it runs (Micikevicius et al. 2017, arXiv 1710.03740).
 
-Each stage names files of this folder first, then those of other folders.
+The last lines of a stage name files of other folders.
 
 1. Attach. :meth:`MixedPrecision.attach` makes FP32 masters and replaces ``model.forward`` by :class:`AttachedForward`
    (``mixed_precision.py``, ``forward.py``). :meth:`~MixedPrecision.attach_optimizer` replaces ``optimizer.step`` by the
@@ -13,20 +13,20 @@ Each stage names files of this folder first, then those of other folders.
    ``working_copies.py``; external tensors: ``external.py``; casts of each call: ``casting/handlers.py``, on a CPU
    ``cpu_handlers.py``, called by ``casting/dispatcher_kernels.py`` or ``casting/mode.py``; replaced parts of the model:
    ``models/``; losses: ``loss_handlers.py``; caches of keys and values: ``kv_cache.py``.
-3. Outputs. Each output is cast to FP32 by ``cast_to_output`` (``scale_boundary.py``).
+3. Outputs. ``cast_to_output`` casts each output to FP32 (``scale_boundary.py``).
    Outputs in a structure: ``kernels/nested.py``; logits that may not be read: ``deferred_output.py``.
-4. Backward. :class:`LossScaleProvider` provides S and 1/S (``scale_provider.py``). The gradient of an output is
-   multiplied by S, and ``GradientCheck.record_backward`` records the running backward and the loss. An unscale node
-   multiplies gradients by 1/S in FP32; a lean layout stores them scaled (``weights/split_parameter.py``).
+4. Backward. The gradient of an output is multiplied by S (:class:`LossScaleProvider`, ``scale_provider.py``), and
+   ``GradientCheck.record_backward`` records the backward and the loss. An unscale node multiplies gradients by 1/S in
+   FP32; a lean layout stores them scaled (``weights/split_parameter.py``).
    Custom functions that recompute in their backward: ``custom_backward.py``.
-5. Check. After the backward, ``GradientCheck`` measures the gradients, for the next loss scale (``gradients.py``).
-   ``optimizer.step()`` measures them again, because a loop may have changed them. With ``max_grad_norm``, it does so
-   only if a version counter has changed.
+5. Check. ``GradientCheck`` measures the gradients after the backward, for the next loss scale, and again in
+   ``optimizer.step()``, because a loop may have changed them (``gradients.py``). With ``max_grad_norm``, it measures
+   them again only if a version counter has changed.
    Scan of gradients: ``kernels/gradient_scan.py``; one result for all ranks: ``ranks/agreement.py``.
-6. Update. ``optimizer.step()`` calls :meth:`StepRuntime.clip_and_check`. On an overflow ``StepGuard._finish_step``
-   skips the update; otherwise the optimizer writes the masters, and the layout refreshes the working copies. With
-   torch's fused Adam on a GPU the host does not wait: ``StepGuard._step_with_found_inf`` launches an update that the
-   device skips, and ``_finish_step`` runs when the next backward reads S.
+6. Update. :meth:`StepRuntime.clip_and_check` precedes it. ``StepGuard._finish_step`` skips it on an overflow; otherwise
+   the optimizer writes the masters, and the layout refreshes the working copies. With torch's fused Adam on a GPU the
+   host does not wait: ``StepGuard._step_with_found_inf`` launches an update that the device skips, and ``_finish_step``
+   runs when the next backward reads S.
    Fused update: ``weights/fused_adamw.py``, ``kernels/adamw.py``; lean: ``weights/master_weight_optimizer.py``,
    ``kernels/split.py``, ``fp32_reads.py``; offloaded: ``weights/offload/``; optimizers that are not attached:
    ``unattached.py``.

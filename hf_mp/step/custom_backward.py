@@ -1,14 +1,13 @@
 """Backwards of custom autograd functions that recompute a part of an attached model.
 
 In its backward, such a ``torch.autograd.Function`` (a reversible layer, a custom checkpoint) enables gradients,
-recomputes a part of the model and runs a nested backward. The gradients that it receives and returns are multiplied by
-the loss scale S. Therefore:
+recomputes a part of the model and runs a nested backward. It receives and returns gradients that are multiplied by the
+loss scale S. Therefore:
 
-- While it enables gradients, it runs in the :class:`~hf_mp.step.forward.ForwardContext` of the forward that created its
-  node: with the same aliases of weights, in autocast.
+- While gradients are enabled, it runs in the :class:`~hf_mp.step.forward.ForwardContext` that created its node.
 - A nested ``backward()`` from the received gradients is scaled, and unscale nodes unscale its gradients of weights.
 - A nested ``backward()`` from another loss is neither. :class:`_Origins` distinguishes the two.
-- ``torch.autograd.grad`` returns gradients unchanged, also those of weights, because the function returns them.
+- ``torch.autograd.grad`` returns scaled gradients, also those of weights, because the function returns them.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -42,17 +42,11 @@ _WAY_OUT = (
 
 @dataclass(eq=False)
 class NestedBackward:
-    """A backward that a custom backward runs.
-
-    Attributes:
-        within: the custom backward.
-        is_scaled: whether its gradients are multiplied by the loss scale.
-        accumulates: whether it adds gradients to ``.grad``; False for ``torch.autograd.grad``.
-    """
+    """A backward that a custom backward runs."""
 
     within: CustomBackward
-    is_scaled: bool
-    accumulates: bool
+    is_scaled: bool  # whether its gradients are multiplied by S
+    accumulates: bool  # whether it adds gradients to ``.grad``; False for ``torch.autograd.grad``
 
 
 class CustomBackward:
@@ -62,7 +56,7 @@ class CustomBackward:
         forward: :class:`ForwardContext` in which its node was created.
         mode: the innermost autocast at that moment.
         name: of the function.
-        gradients: received gradients, some None.
+        gradients: that it receives.
     """
 
     def __init__(self, forward: Any, mode: Mode | None, name: str, gradients: Iterable[Any]) -> None:
@@ -71,10 +65,10 @@ class CustomBackward:
         self.is_scaled = self._check.is_scaled and self._check.backwards.are_scaled(current_graph_task())
         self._origins = _Origins(self, gradients) if self.is_scaled else None
         self._first_node = torch.autograd._get_sequence_nr()  # nodes from this number on are of a recomputation
-        self._recomputations: list[tuple[object, ExitStack]] = []
+        self._recomputations: list[tuple[object, ExitStack]] = []  # with the grad mode that began each
         self._tasks: list[int] = []  # autograd's numbers of nested backwards
-        # Weights with gradients from torch.autograd.grad, by id, and the id and version of each `.grad` before.
-        self._returned: dict[int, tuple[Tensor, list[tuple[int, int]]]] = {}
+        # Of weights with gradients from torch.autograd.grad, _ids_and_versions() before.
+        self._grads_before: dict[Tensor, list[tuple[int, int]]] = {}
         self.has_recomputed = False
 
     def __enter__(self) -> CustomBackward:
@@ -85,42 +79,44 @@ class CustomBackward:
 
     def __exit__(self, *raised: Any) -> None:
         try:
-            while self._recomputations:  # of an `enable_grad` without exit
-                self._recomputations.pop()[1].__exit__(*raised)
+            while self._recomputations:
+                _, recomputation = self._recomputations.pop()
+                recomputation.__exit__(*raised)
             if self._origins is not None:
                 self._origins.__exit__(*raised)
         finally:
             state.backward, self._origins = self._outer, None  # breaks a reference cycle
             for task in self._tasks:
                 self._check.backwards.nested.pop(task, None)
-        if raised[0] is None:
-            self._check_returned_weights()
+        writes = (self._ids_and_versions(weight) != before for weight, before in self._grads_before.items())
+        if raised[0] is None and any(writes):
+            self._raise_for_scaled()
 
     # Recomputation
 
     def begin_recomputation(self, by: object) -> None:
-        """Enter the forward unless it runs already. Called when ``by``, a grad mode, enables gradients."""
-        autocast = self.forward.autocast
-        is_running = state.forward is not None and state.forward.autocast is autocast  # maybe a recomputation of it
-        if is_running:
+        """Enter the forward, unless it or a recomputation of it runs. ``by`` is the grad mode that is entered."""
+        running, autocast = state.forward, self.forward.autocast
+        if running is not None and running.autocast is autocast:
             return
         # An autocast entered by custom_bwd, or the one in which the function was applied.
         inner = active_autocast() or self._mode
         self.has_recomputed = True
-        stack = ExitStack()
-        stack.enter_context(self.forward.for_recompute(None))
+        recomputation = ExitStack()
+        recomputation.enter_context(self.forward.for_recompute(None))
         if inner is not None and inner is not autocast:
-            stack.enter_context(inner)
-        self._recomputations.append((by, stack))
+            recomputation.enter_context(inner)
+        self._recomputations.append((by, recomputation))
 
     def end_recomputation(self, by: object, *raised: Any) -> None:
-        """Exit the forward if :meth:`begin_recomputation` entered it for ``by``."""
+        """Exit the forward if it was entered for ``by``."""
         if self._recomputations and self._recomputations[-1][0] is by:
-            self._recomputations.pop()[1].__exit__(*raised)
+            _, recomputation = self._recomputations.pop()
+            recomputation.__exit__(*raised)
 
     @contextmanager
     def unscaled(self) -> Iterator[None]:
-        """Return a context manager in which received gradients are unscaled, so that nested backwards are too."""
+        """Return a context manager for unscaled received gradients and nested backwards."""
         was_scaled, self.is_scaled = self.is_scaled, False
         try:
             yield
@@ -134,23 +130,23 @@ class CustomBackward:
     # Nested backwards
 
     def run(self, outputs: Sequence[Any], seeds: _Seeds, accumulates: bool, engine: Callable[[], Any]) -> Any:
-        """Run a nested backward from ``outputs`` with the gradients ``seeds``, by calling ``engine``."""
+        """Run a nested backward from ``outputs`` with ``seeds``, by calling ``engine``."""
         nested = NestedBackward(self, self._is_scaled_run(outputs, seeds, accumulates), accumulates)
+        if nested.is_scaled and accumulates and self.forward.weights is not None:
+            # For weights that were read from a closure or an attribute, not from their slots.
+            tensors = [output for output in outputs if isinstance(output, Tensor)]
+            is_external = self.forward.weights.external.is_weight_or_external
+            add_leaf_unscale_hooks(tensors, self.runtime.scale_provider, self._first_node, is_external)
 
-        def begin(*_: Any) -> None:
+        def record_task(*_: Any) -> None:
             task = current_graph_task()
             self._check.backwards.nested[task] = nested
             self._tasks.append(task)
 
-        if nested.is_scaled and accumulates and self.forward.weights is not None:
-            # Weights that were not read from their slots: from a closure or an attribute.
-            tensors = [output for output in outputs if isinstance(output, Tensor)]
-            is_external = self.forward.weights.external.is_weight_or_external
-            add_leaf_unscale_hooks(tensors, self.runtime.scale_provider, self._first_node, is_external)
-        # autograd's number of the nested backward is available in its nodes only.
         with torch._C.DisableTorchFunction():
             starts: set[Any] = {one.grad_fn if isinstance(one, Tensor) else one.node for one in outputs} - {None}
-        handles = [node.register_prehook(begin) for node in starts]
+        # autograd's number of the nested backward is available in its nodes only.
+        handles = [node.register_prehook(record_task) for node in starts]
         try:
             return engine()
         finally:
@@ -164,15 +160,12 @@ class CustomBackward:
         origins = self._origins
         if origins is None or not self.is_scaled:
             return False
-        powers, is_known = set[int](), True  # powers of S in the gradients
-        for output, seed, is_implicit in zip(outputs, seeds, seeds.are_implicit, strict=True):
-            if seed is None:  # the output needs no gradient
-                continue
-            has_scaled_seed = not is_implicit and origins.is_scaled(seed)
-            power = has_scaled_seed + origins.is_scaled(output)  # an output may be a product with the gradient
-            powers.add(power)
-            is_known &= is_implicit or has_scaled_seed or origins.is_constant(seed)
-        if is_known and len(powers) == 1 and powers <= {0, 1}:
+        powers = {
+            origins.power_of_scale(output, None if is_implicit else seed)
+            for output, seed, is_implicit in zip(outputs, seeds, seeds.are_implicit, strict=True)
+            if seed is not None  # otherwise the output needs no gradient
+        }
+        if powers in ({0}, {1}):
             return powers == {1}
         if accumulates and powers:
             raise RuntimeError(
@@ -180,22 +173,17 @@ class CustomBackward:
                 "multiplied by the loss scale: they start from a tensor that no torch function computed from the "
                 f"gradients that {self.name} received (or from two such, multiplied). {_WAY_OUT}"
             )
-        return True  # of torch.autograd.grad: so a write of these gradients to `.grad` is an error
+        return True  # with torch.autograd.grad, a write of these gradients to `.grad` is an error then
 
     def record_returned(self, node: Any, indices: Iterable[int]) -> None:
-        """Record the weights at inputs ``indices`` of ``node``, of which ``autograd.grad`` returns scaled gradients."""
+        """Record weights, at inputs ``indices`` of ``node``, of which ``autograd.grad`` returns scaled gradients."""
         for index in indices:
             weight = getattr(node.next_functions[index][0], "variable", None)
-            if weight is not None and id(weight) not in self._returned:
-                self._returned[id(weight)] = weight, self._gradients_of(weight)
+            if weight is not None and weight not in self._grads_before:
+                self._grads_before[weight] = self._ids_and_versions(weight)
 
-    def _gradients_of(self, weight: Tensor) -> list[tuple[int, int]]:
-        return [(id(one), one._version) for one in self._check.gradients([weight])]
-
-    def _check_returned_weights(self) -> None:
-        """Raise a RuntimeError if the backward wrote a gradient of ``torch.autograd.grad`` to ``.grad``."""
-        if any([self._gradients_of(weight) != before for weight, before in self._returned.values()]):
-            self._raise_for_scaled()
+    def _ids_and_versions(self, weight: Tensor) -> list[tuple[int, int]]:
+        return [(id(gradient), gradient._version) for gradient in self._check.gradients([weight])]
 
     def _raise_for_scaled(self) -> NoReturn:
         raise RuntimeError(
@@ -205,7 +193,7 @@ class CustomBackward:
         )
 
     def check_written_gradient(self, tensor: Tensor, *, is_scaled: bool) -> None:
-        """Raise a RuntimeError if a write to ``tensor.grad`` would be lost, or write a scaled gradient."""
+        """Raise a RuntimeError if a write to ``tensor.grad`` is lost, or writes a scaled gradient."""
         if original_of(tensor) is not tensor:
             raise RuntimeError(
                 f"the backward of {self.name} wrote .grad of a weight while it recomputed, when the module holds an "
@@ -218,7 +206,7 @@ class CustomBackward:
 
 
 class _Other:
-    """Backward of any other custom function: of torch, of hf_mp, or created outside attached forwards."""
+    """Backward of any other custom function: of torch or hf_mp, or created outside attached forwards."""
 
     forward = None
 
@@ -226,12 +214,10 @@ class _Other:
         return None
 
 
-# `state.backward` is None outside of custom backwards, a CustomBackward in that of a function that an attached forward
-# applied, and _OTHER in that of any other function.
-_OTHER = _Other()
+_OTHER = _Other()  # `state.backward` in such a backward
 
 
-# Attribute of a tensor in a custom backward: (number of that backward, _SCALED or _CONSTANT).
+# Attribute of a tensor: (number of a custom backward, _SCALED or _CONSTANT).
 _ORIGIN = "_hf_mp_origin"
 _SCALED, _CONSTANT = "scaled", "constant"
 _numbers = itertools.count()
@@ -246,10 +232,7 @@ _READ_GRADIENT, _SET_GRADIENT = _GRAD.__get__, _GRAD.__set__
 
 
 class _Origins(TorchFunctionMode):
-    """Marks tensors in a custom backward that torch functions compute from the received gradients, or from constants.
-
-    Results of extensions and custom kernels are not marked.
-    """
+    """Marks results of torch functions, not of custom kernels, of received gradients or of constants."""
 
     def __init__(self, backward: CustomBackward, gradients: Iterable[Any]) -> None:
         super().__init__()
@@ -263,6 +246,15 @@ class _Origins(TorchFunctionMode):
 
     def is_constant(self, value: Any) -> bool:
         return not self._left_torch and getattr(value, _ORIGIN, None) == (self._number, _CONSTANT)
+
+    def power_of_scale(self, output: Any, seed: Any | None) -> int | None:
+        """Return k if gradients from ``output`` with ``seed`` (None: of torch, 1) are multiplied by S**k, else None.
+
+        k may be 2: ``output`` may be a product with a received gradient.
+        """
+        has_scaled_seed = seed is not None and self.is_scaled(seed)
+        is_known = seed is None or has_scaled_seed or self.is_constant(seed)
+        return has_scaled_seed + self.is_scaled(output) if is_known else None
 
     def _mark(self, values: Any, origin: str) -> None:
         for tensor in tensors_in(values):
@@ -280,38 +272,35 @@ class _Origins(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         tensors = [*tensors_in((args, kwargs))]
-        if any(map(self.is_scaled, tensors)) or (func == _READ_GRADIENT and self.leaves_scaled):
+        reads_scaled = any(map(self.is_scaled, tensors)) or (func == _READ_GRADIENT and self.leaves_scaled)
+        if reads_scaled:
             self._left_torch |= name in _LEAVE_TORCH
             self._mark(result, _SCALED)
-            if _is_in_place(name):
+            is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+            if is_in_place:
                 self._mark(args[:1], _SCALED)
         elif name in _MAKE_CONSTANTS or (tensors and all(map(self.is_constant, tensors))):
             self._mark(result, _CONSTANT)
         return result
 
 
-def _is_in_place(name: str) -> bool:
-    """Return whether a torch function of this name writes to its first argument."""
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
 # Patches of torch while a model is attached.
 
 
 class _Seeds(tuple[Any, ...]):
-    """Gradients that a nested backward starts from."""
+    """Gradients that a backward starts from, if another one runs, and not that of :class:`_Other`."""
 
-    are_implicit: list[bool]  # whether torch made the gradient, 1 for a loss
+    are_implicit: list[bool]  # whether torch made the gradient: 1, for a loss
 
 
 # Not Function.apply, because user code stores `apply = Custom.apply` before a model is attached.
 @around
 def _make_node(original: Any, node: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Record the forward and the autocast in which the node of a custom function is created."""
+    """Record the forward and autocast in which a custom function creates its node."""
     original(node, *args, **kwargs)
-    if (forward := state.forward) is None or forward.weights is None:
-        return
-    if not node._forward_cls.__module__.startswith(("torch.", "hf_mp.")):
+    forward = state.forward
+    is_attached = forward is not None and forward.weights is not None
+    if is_attached and not node._forward_cls.__module__.startswith(("torch.", "hf_mp.")):
         node.hf_mp_made_in = forward, active_autocast()
 
 
@@ -361,27 +350,29 @@ def _make_seeds(original: Any, outputs: Any, grads: Sequence[Any], /, *args: Any
 
 @around
 def _run_backward(original: Any, outputs: Sequence[Any], seeds: Any, /, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(seeds, _Seeds):  # not nested, or in a backward of _OTHER
-        return original(outputs, seeds, *args, **kwargs)
+    engine = partial(original, outputs, seeds, *args, **kwargs)
+    if not isinstance(seeds, _Seeds):
+        return engine()
     accumulates = bool(kwargs.get("accumulate_grad"))
-    if (backward := _running()) is not None:  # in a custom backward
-        return backward.run(outputs, seeds, accumulates, lambda: original(outputs, seeds, *args, **kwargs))
+    if (backward := _running()) is not None:
+        return backward.run(outputs, seeds, accumulates, engine)
     if accumulates and not all(seeds.are_implicit):  # in a hook: a given gradient may be scaled
         _check_backward_in_hook([output for output in outputs if isinstance(output, Tensor)])
-    return original(outputs, seeds, *args, **kwargs)
+    return engine()
 
 
 def scaled_runtimes() -> list[Any]:
-    """Return the runtimes with gradients that are multiplied by the loss scale in the backward that runs."""
+    """Return the runtimes with gradients that are scaled in the running backward."""
     task = current_graph_task()
     return [one for one in RUNTIMES if one.check.is_scaled and one.check.backwards.are_scaled(task)]
 
 
 def _check_backward_in_hook(outputs: Sequence[Tensor]) -> None:
-    """Raise a RuntimeError if a hook in a scaled backward runs another one that adds to ``.grad`` of that model."""
-    models = [runtime.model for runtime in scaled_runtimes()]
-    weights = {id(weight) for model in models if model is not None for weight in model.parameters()}
-    if weights and any([id(leaf) in weights for _, _, leaf in leaf_edges(outputs, 0)]):
+    """Raise a RuntimeError if a backward in a hook of a scaled one adds to ``.grad`` of that model."""
+    models = [runtime.model for runtime in scaled_runtimes() if runtime.model is not None]
+    weights = {id(weight) for model in models for weight in model.parameters()}
+    leaves = [leaf for _, _, leaf in leaf_edges(outputs, 0)] if weights else []
+    if any([id(leaf) in weights for leaf in leaves]):
         raise RuntimeError(
             "a hook runs a backward from a given gradient, in a backward whose gradients are multiplied by the loss "
             "scale, and it would leave gradients in weights of the attached model that may be scaled: recompute in the "
@@ -393,7 +384,7 @@ _SCALED_BY_S = "gradients of weights that a custom autograd function recomputes 
 
 BACKWARD_PATCHES = Patches(
     (
-        DIFFERENTIATE_WEIGHTS,  # patches the same attribute as the last entry; patches are removed in reverse order
+        DIFFERENTIATE_WEIGHTS,  # first: it patches the attribute of the last entry too
         Patch(("torch.autograd.function:BackwardCFunction.__init__",), _make_node, _SCALED_BY_S),
         Patch(
             tuple(f"torch.autograd.function:BackwardCFunction.{name}" for name in ("apply", "apply_boxed")),

@@ -45,7 +45,7 @@ class AttachedForward(ReplacedForward):
         # Inside another attached forward, this one is a part of its scaled graph.
         return self._run(args, kwargs) if state.forward is None else self.inner_forward(*args, **kwargs)
 
-    # torch.compile skips this frame and compiles the model's own forward, in autocast, as one graph.
+    # torch.compile skips this frame and compiles the model's own forward as one graph.
     @disable_compile("hf_mp scales gradients outside the graph of an attached model: leave fullgraph=True out")
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = self.runtime.model
@@ -56,7 +56,7 @@ class AttachedForward(ReplacedForward):
             with context:
                 forward = context.autocast.with_module_rules(self.module(), self.inner_forward)
                 outputs = forward(*args, **kwargs)
-            return self._finish(context, outputs)
+            return self._finish(context, outputs)  # not if the forward raised
 
     @torch.compiler.disable
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[ForwardContext, Any, Any]:
@@ -64,18 +64,19 @@ class AttachedForward(ReplacedForward):
         with as_stored():  # a read of a split parameter would make its FP32 value
             weights = self.runtime.begin_forward(model, self)
         context = ForwardContext(self.runtime, weights)
-        if weights is not None and weights.slots.has_grad:  # scaled or not: observers are called for each backward
+        if weights is not None and weights.slots.has_grad:
             hooks = [one.on_forward_begin(self, args, kwargs) for one in self.runtime.observers]
             context.output_hooks = [hook for hook in hooks if hook]
-        if weights is not None and weights.slots.aliases_fp32_weights:  # has_grad, and gradients are stored scaled
-            args, kwargs = apply_to_tensors(weights.external.alias_argument, (args, kwargs))
+            if weights.slots.aliases_fp32_weights:
+                args, kwargs = apply_to_tensors(weights.external.alias_argument, (args, kwargs))
         return context, args, kwargs
 
     @torch.compiler.disable
     def _finish(self, context: ForwardContext, outputs: Any) -> Any:
-        """Cast the outputs to FP32, add unscale hooks, and call the observers. Not called if the forward raised."""
-        weights, may_defer = context.weights, can_defer_casts(outputs)
+        """Cast the outputs to FP32, add unscale hooks, and call the observers."""
+        weights = context.weights
         scale_provider = self.runtime.scale_provider if weights is not None and weights.slots.has_grad else None
+        may_defer = can_defer_casts(outputs)
         results: list[Tensor] = []
 
         def cast(output: Tensor) -> Tensor:
@@ -98,21 +99,17 @@ class ForwardContext:
     """Context manager of one forward of an attached model, or of the recomputation of a part of it, in one thread.
 
     It fills the parameter slots, enters autocast, and sets ``state.forward`` (:mod:`hf_mp.casting.autocast_stack`) to
-    itself. Readers of that use the attributes of :class:`hf_mp.casting.plan_entry.Forward`.
+    itself. :class:`hf_mp.casting.plan_entry.Forward` is its interface for readers of ``state.forward``.
 
     Args:
-        runtime: of the model.
         weights: of the forward; None leaves the slots unchanged.
         recomputes: the forward with the recomputed part; default None.
 
     Attributes:
-        graph_task: number of the backward around the forward, or -1. The dispatcher kernels cast no call of another
+        graph_task: number of the backward around the forward, or -1. The dispatcher kernels do not cast in another
             backward, which runs inside the forward.
         began_without_grad: whether gradients are disabled and no call observer is active. If gradients are enabled
-            during such a forward, :class:`AttachedAutocast` and the kernels cast weights again, with a graph.
-        lowers_caches: whether key/value caches store keys and values in 16 bits, read by ``Cache.update``
-            (:mod:`hf_mp.casting.kv_cache`).
-        is_dispatched: whether the dispatcher kernels make the calls, and not the function mode.
+            later, :class:`AttachedAutocast` and the kernels cast weights again, with a graph.
         output_hooks: of observers, called with the outputs.
     """
 
@@ -120,9 +117,9 @@ class ForwardContext:
         self, runtime: StepRuntime, weights: ForwardWeights | None, recomputes: ForwardContext | None = None
     ) -> None:
         self.runtime, self.weights, self.is_recomputing = runtime, weights, recomputes is not None
-        # If the model was attached again, or rules were added, the runtime has another autocast now.
-        self.autocast: AttachedAutocast = runtime.autocast if recomputes is None else recomputes.autocast
-        autocast = self.autocast
+        # A new attachment or rule replaces the autocast of the runtime.
+        autocast = runtime.autocast if recomputes is None else recomputes.autocast
+        self.autocast: AttachedAutocast = autocast
         self.graph_task = current_graph_task()
         self.began_without_grad = autocast.call_override is None and not torch.is_grad_enabled()
         self.lowers_caches = self.began_without_grad and autocast.lowers_attention()
@@ -131,7 +128,6 @@ class ForwardContext:
         self.is_dispatched = keeps_copies and autocast.may_be_dispatched()
         self.output_hooks: list[Callable[[Any], None]] = []
 
-    # Nothing in these methods can be compiled.
     @torch.compiler.disable
     def __enter__(self) -> ForwardContext:
         self._running = self._run()
@@ -149,12 +145,12 @@ class ForwardContext:
         store, ident = self.runtime.weights, threading.get_ident()
         outer, state.forward = state.forward, self
         store.threads.append(ident)  # for WeightStore.check_single_thread()
-        # Filled already if a backward inside this forward recomputes a part of it, maybe in another thread.
+        # Active already if a backward inside this forward recomputes a part of it, maybe in another thread.
         slots = nullcontext() if self.weights is None or self.weights.slots.is_active else self.weights.slots
         kernels = kernels_enabled(self) if self.is_dispatched else nullcontext()
         try:
             with slots:
-                # saving_for_backward(): an FSDP2 layout has autograd recompute its copies instead of saving them.
+                # With FSDP2, autograd recomputes copies instead of saving them.
                 with store.layout.saving_for_backward(), kernels, self.autocast:
                     yield
                 if self.is_dispatched:  # compiled code of this forward contains the casts of the kernels
@@ -165,19 +161,16 @@ class ForwardContext:
 
     @contextmanager
     def for_recompute(self, args: tuple[Any, ...] | None) -> Iterator[None]:
-        """Return a context manager, for any thread, that recomputes a part of this forward.
-
-        ``args`` are the arguments of that part, or None if they are unknown.
-        """
+        """Return a context manager for the recomputation of a part, with arguments ``args`` (None if unknown)."""
         recomputing = nullcontext() if self.weights is None else self.weights.external.recomputing(args)
         with ForwardContext(self.runtime, self.weights, recomputes=self), recomputing:
             yield
 
 
 def entry_points(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with a forward to attach: ``model`` and Transformers models inside it, which PEFT calls.
+    """Return the modules with a forward to attach.
 
-    Of a container (``ModuleList``, ``ModuleDict``, a class without ``forward``), also its children.
+    These are ``model``, Transformers models inside it, which PEFT calls, and of a container its children.
     """
     called = [m for m in _callable_modules(model) if m is not model]
     transformers_models = sys.modules.get("transformers.modeling_utils")
@@ -187,11 +180,10 @@ def entry_points(model: nn.Module) -> list[nn.Module]:
 
 
 def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module``, or if it has no ``forward``, the nearest modules inside it with one."""
+    """Yield ``module``, or of a container, the nearest modules inside it with a ``forward``."""
     in_instance = vars(module).get("forward")
-    in_class = getattr(type(module), "forward", None)  # None for a scripted module
-    is_by_user = in_instance is not None and not isinstance(in_instance, ReplacedForward)
-    if in_class is not nn.Module.forward or is_by_user:
+    is_set_by_user = in_instance is not None and not isinstance(in_instance, ReplacedForward)
+    if is_set_by_user or getattr(type(module), "forward", None) is not nn.Module.forward:  # None if scripted
         yield module
     else:
         for child in module.children():
@@ -202,8 +194,8 @@ def methods_of(model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, 
     """Return ``(module, method name)`` for each of ``names``, as in ``"vision.features"``.
 
     Raises:
-        TypeError: if ``names`` is a string.
-        ValueError: for a name that is no method of the model or of a submodule, and for a generator.
+        TypeError: for a string.
+        ValueError: for a name that is no method of the model or a submodule, and for a generator.
     """
     if isinstance(names, str):
         raise TypeError(f"methods must be names in a list, not the string {names!r}: use methods=[{names!r}]")

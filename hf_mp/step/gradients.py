@@ -1,4 +1,4 @@
-"""``GradientCheck``: measures gradients after each backward, clips them, and detects an overflow before the update."""
+"""``GradientCheck``: measures gradients, clips them, and detects an overflow before the update."""
 
 from __future__ import annotations
 
@@ -40,22 +40,19 @@ WRITTEN_BETWEEN_BACKWARDS = (
 
 
 class ActiveBackwards:
-    """Running backwards, by autograd's number.
-
-    Those in ``through_output`` have passed through a model output. Custom backwards run those in ``nested``.
-    """
+    """Running backwards, by autograd's number."""
 
     def __init__(self) -> None:
-        self.through_output: set[int] = set()
-        self.nested: dict[int, Any] = {}
+        self.through_output: set[int] = set()  # those that have passed through a model output
+        self.nested: dict[int, Any] = {}  # the NestedBackwards, which custom backwards run
 
     def are_scaled(self, task: int) -> bool:
-        """Return whether the gradients of the backward with number ``task`` are multiplied by S in this model."""
+        """Return whether the gradients of backward ``task`` are multiplied by S in this model."""
         nested = None if task in self.through_output else self.nested.get(task)
         return bool(self.through_output) if nested is None else nested.is_scaled
 
     def register_backward(self, on_ended: Callable[[], None]) -> bool:
-        """Record the running backward, which calls ``on_ended`` at its end; return whether it was new."""
+        """Record the running backward, and call ``on_ended`` at its end; return whether it was new."""
         task = torch._C._current_graph_task_id()
         if task in self.nested and self.nested[task].within.has_recomputed:
             raise RuntimeError(
@@ -70,26 +67,25 @@ class ActiveBackwards:
         return is_first
 
     def _call_at_end(self, task: int, on_ended: Callable[[], None]) -> None:
-        """Call ``on_ended`` at the end of the running backward, and end its record, also if it raises."""
-        span = profiled("backward")  # if the backward raises, freeing this object ends the span
-        span.__enter__()
-        # The callback queues another, to run after that of DDP, which waits for the all-reduce.
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        end = partial(self._end, task, span, on_ended)
-        # autograd frees the callbacks of a backward that raises.
+        """Call ``on_ended`` at the end of the running backward; end its record also if it raises."""
+        profile = profiled("backward")
+        profile.__enter__()
+        end = partial(self._end, task, profile, on_ended)
+        # If the backward raises, autograd frees `end`, which ends the record and the profile.
         weakref.finalize(end, self.through_output.discard, task).atexit = False
-        queue(partial(queue, end))
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(partial(queue, end))  # queued again, to run after the callback of DDP, which waits for the all-reduce
 
     @uncompiled  # otherwise a compiled training step compiles it separately
-    def _end(self, task: int, span: AbstractContextManager[Any], on_ended: Callable[[], None]) -> None:
-        span.__exit__(None, None, None)
+    def _end(self, task: int, profile: AbstractContextManager[Any], on_ended: Callable[[], None]) -> None:
+        profile.__exit__(None, None, None)
         self.through_output.discard(task)
         on_ended()
 
 
 @dataclass(frozen=True)
 class GradientMeasurement:
-    """Measurement of the gradients at the end of a backward, before clipping.
+    """Gradients at the end of a backward, before clipping.
 
     Attributes:
         largest: largest unscaled magnitude, FP32 of shape ().
@@ -102,7 +98,7 @@ class GradientMeasurement:
     gradients: Mapping[int, tuple[weakref.ref[Tensor], int]]
 
     def is_of(self, gradients: Sequence[Tensor]) -> bool:
-        """Return whether ``gradients`` are those measured, and unwritten since, except through ``.data``."""
+        """Return whether ``gradients`` are those measured, with the same version counters."""
         measured, given = self.gradients, {id(gradient): gradient for gradient in gradients}
         if not measured or len(gradients) != len(measured) or measured.keys() != given.keys():
             return False
@@ -114,9 +110,7 @@ class GradientMeasurement:
 
 @dataclass(frozen=True)
 class OverflowStatus:
-    """Overflow status of the gradients of one optimizer, as tensors on their device.
-
-    Only :meth:`read` synchronizes with the device.
+    """Overflow status of the gradients of one optimizer, on their device. Only :meth:`read` synchronizes.
 
     Attributes:
         parameters, gradients: those of the optimizer.
@@ -132,24 +126,21 @@ class OverflowStatus:
 
     @property
     def may_stay_on_device(self) -> bool:
-        """Whether the device can skip the step without the host. Several processes need the status on the host."""
+        """Whether the device can skip the step. Several processes need the status on the host."""
         device_type = self.numbers.device.type
         if device_type not in _DEVICES_WITH_FOUND_INF or is_distributed():
             return False
-        # For parameters on the host, torch reads found_inf before its copy is complete. `is_cuda` takes a third of the
-        # time of `device.type`.
+        # For parameters on the host, torch reads found_inf before its copy is complete. `is_cuda` is three times as
+        # fast as `device.type`.
         return all([getattr(gradient, f"is_{device_type}") for gradient in self.gradients])
 
     def found_inf(self) -> Tensor:
-        """Return 1 for an overflow, otherwise 0: FP32 of shape (), on the device."""
+        """Return 1 for an overflow, otherwise 0, on the device: FP32 of shape ()."""
         largest = self.numbers[0]
         return torch.logical_not(largest < OVERFLOW_LIMIT, out=torch.empty_like(largest))  # two kernels; also for NaN
 
     def to_host(self) -> OverflowStatus:
-        """Start copying the numbers to the host; :meth:`read` of the returned status waits for this copy only.
-
-        The new status references no gradients, so that they can be freed.
-        """
+        """Copy the numbers to the host without waiting; return a status of them that references no gradients."""
         device = self.numbers.device
         numbers = self.numbers.to("cpu", non_blocking=True)  # into pinned memory
         copy_event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -158,7 +149,7 @@ class OverflowStatus:
     def read(self) -> tuple[bool, float | None]:
         """Return whether the gradients overflow, and the largest magnitude of the backwards. Synchronizes.
 
-        2**64 and more count as an overflow, because the square would make Adam's second moment inf permanently.
+        2**64 and more overflow, because the square would make Adam's second moment inf permanently.
         """
         if self.copy_event is not None:
             self.copy_event.synchronize()
@@ -167,14 +158,10 @@ class OverflowStatus:
 
 
 class GradientCheck:
-    """Measures gradients at the end of a backward, for the loss scale, and before an update, for the overflow status.
-
-    A loop may clip or write gradients in between.
+    """Measures gradients after a backward, for the loss scale, and again before an update, for the overflow status.
 
     Args:
         on_ended: called after a backward, with the largest unscaled magnitude on the device (None if not measured).
-        weights: of the model.
-        ranks: process groups that train the model.
         parameters: returns the parameters with gradients from a backward.
         measures_norm: whether to measure the 2-norm too, and to measure again before the update only if a version
             counter has changed. Default False, because writes through ``.data`` and NumPy change none.
@@ -197,40 +184,36 @@ class GradientCheck:
         self.measures_norm = measures_norm
         self.is_scaled = self.compares_gradients = False
         self.backwards = ActiveBackwards()
-        self._losses: list[Tensor | None] = []  # of the backwards since the last step, before the cast to FP32
-        self._versions: dict[int, int] = {}  # version counters of the weights at the end of the last backward
+        self._losses: list[Tensor | None] = []  # since the last step, before the cast to FP32
+        self._versions: dict[int, int] = {}  # of the weights at the end of the last backward
         self._warned: set[str] = set()
         self.reset_step()
 
     def warn_once(self, message: str) -> None:
-        """Warn with ``message`` at the first call."""
         if message not in self._warned:
             self._warned.add(message)
             warn_caller(message)
 
     def reset_step(self) -> None:
         """Discard the measurements: the gradients were used or freed."""
-        self._largest: Tensor | None = None  # unscaled magnitude since the last step
-        self._measured: GradientMeasurement | None = None  # at the end of the last backward
+        self._largest: Tensor | None = None  # of the unscaled magnitudes since the last step
+        self._measured: GradientMeasurement | None = None  # after the last backward
         self.clipping: Clipping | None = None  # deferred to the next update
-        self.was_used_by_other_model = False  # whether an optimizer attached to another model has used the gradients
+        self.was_used_by_other_model = False  # whether the optimizer of another model has used the gradients
 
     # Backward
 
     def record_backward(self, loss: Tensor | None) -> None:
-        """Register the running backward, which reaches a model output, and record ``loss``, the output if a scalar."""
-        if self.backwards.register_backward(self._backward_ended):
-            if self._largest is not None:
-                self._reset_if_stepped_elsewhere()
-            if self._largest is None:  # stepped since, or not measured
-                self._losses = []
+        """Record the running backward, which reaches a model output, and ``loss``, that output if it is a scalar."""
+        is_new = self.backwards.register_backward(self._backward_ended)
+        if is_new and self._largest is not None:
+            self._reset_if_stepped_elsewhere()
+        if is_new and self._largest is None:  # stepped since, or not measured
+            self._losses = []
         self._losses.append(loss)
 
     def _reset_if_stepped_elsewhere(self) -> None:
-        """Discard the measurements if weights were written since the last backward, with a warning.
-
-        Without a warning if gradients were freed.
-        """
+        """Discard the measurements if gradients were freed, or with a warning if weights were written."""
         parameters = self.parameters()
         versions = _versions_of(parameters)
         is_used = any(versions.get(weight, before) != before for weight, before in self._versions.items())
@@ -249,67 +232,63 @@ class GradientCheck:
         self._on_ended(largest)
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return the gradients of ``parameters`` as stored: in a lean layout scaled."""
+        """Return the gradients of ``parameters`` as stored: scaled in a lean layout."""
         return [gradient for gradient, _ in self._weights.layout.gradients_and_factors(parameters)]
 
     def measure(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Measure the gradients after a backward; return the largest magnitude, or None before FSDP reduces them."""
+        """Measure the gradients after a backward; return the largest, or None before FSDP reduces them."""
         found = self._weights.layout.gradients_and_factors(parameters)
         if not found:
             return None
-        gradients, norm = [gradient for gradient, _ in found], None
-        are_dense_fp32 = self.measures_norm and all(
+        gradients = [gradient for gradient, _ in found]
+        has_norm = self.measures_norm and all(
             type(gradient) is Tensor and not gradient.is_sparse and gradient.dtype is torch.float32 and factor is None
             for gradient, factor in found
         )
-        if are_dense_fp32:
-            largest, norm = largest_magnitude_and_norm(gradients)
-        else:
-            largest = largest_unscaled_magnitude(found)
-        versions = self._versions_of_gradients(gradients, parameters)
-        self._measured, self.clipping = GradientMeasurement(largest, norm, versions), None
+        largest, norm = largest_magnitude_and_norm(gradients) if has_norm else (largest_unscaled_magnitude(found), None)
+        self._measured = GradientMeasurement(largest, norm, self._versions_of_gradients(gradients, parameters))
+        self.clipping = None
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
         return largest
 
     def _versions_of_gradients(
         self, gradients: Sequence[Tensor], parameters: Sequence[nn.Parameter]
     ) -> dict[int, tuple[weakref.ref[Tensor], int]]:
-        """Return :attr:`GradientMeasurement.gradients`; empty if it is not needed."""
-        # Collective calls of a loop write gradients without raising version counters.
-        is_final = (self.measures_norm or self.compares_gradients) and self._ranks.are_gradients_reduced(parameters)
-        # Neither do writes to the shard of a DTensor. An inference tensor has no version counter.
+        is_needed = self.measures_norm or self.compares_gradients
+        # Collective calls of a loop and writes to the shard of a DTensor raise no version counters.
+        is_final = is_needed and self._ranks.are_gradients_reduced(parameters)
         has_versions = is_final and all([type(one) is Tensor and not one.is_inference() for one in gradients])
         return {id(one): (weakref.ref(one), one._version) for one in gradients} if has_versions else {}
 
     def measurement_if_unchanged(self, gradients: Sequence[Tensor]) -> GradientMeasurement | None:
-        """Return the measurement of the last backward, or None if ``gradients`` differ from those measured."""
+        """Return the measurement of the last backward; None if ``gradients`` differ from those measured."""
         measured = self._measured
         return measured if measured is not None and measured.is_of(gradients) else None
 
     # Clipping
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Return the 2-norm after the backward, with the bits of ``get_total_norm``; None if gradients have changed."""
+        """Return the 2-norm, with the bits of ``get_total_norm``; None if gradients have changed since the backward."""
         measured = self.measurement_if_unchanged(self.gradients(parameters))
         return None if measured is None else measured.norm
 
     def defer_clipping(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Clip the gradients of ``parameters`` to the 2-norm ``max_norm`` in the next update.
 
-        ``norm`` is their 2-norm, FP32 of shape (). With ``max_norm=inf`` nothing is clipped. The fused kernel
-        multiplies each gradient while it reads it; otherwise torch multiplies the gradients before the step.
+        ``norm`` is their 2-norm, FP32 of shape (). ``max_norm=inf`` clips nothing. The fused kernel multiplies each
+        gradient that it reads; otherwise torch multiplies the gradients before the step.
         """
-        can_read = is_on_host(norm)
+        can_read = is_on_host(norm)  # elsewhere, reading it would synchronize
         if not math.isfinite(max_norm) or (can_read and max_norm / (norm + 1e-6) >= 1):
             return  # the factor is 1
         self.clipping = Clipping(parameters, max_norm, norm)
-        # A norm beyond FP32 clips finite gradients to 0, as in torch. On another device, reading it would synchronize.
+        # A norm beyond FP32 clips finite gradients to 0, as in torch.
         if can_read and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
             self.apply_clipping()
-            self._measured = None  # it is of the gradients before clipping
+            self._measured = None  # measured before clipping
 
     def apply_clipping(self) -> None:
-        """Multiply the gradients by the deferred clip factor, for an optimizer that reads them itself."""
+        """Clip now, for an optimizer that reads the gradients itself."""
         clipping, self.clipping = self.clipping, None
         if clipping is not None:
             clip_grads_with_norm_(*clipping)
@@ -317,7 +296,7 @@ class GradientCheck:
     # Step
 
     def overflow_status(self, parameters: Sequence[nn.Parameter]) -> OverflowStatus:
-        """Return the overflow status of the gradients of ``parameters``, those of an optimizer."""
+        """Return the overflow status of ``parameters``, those of an optimizer."""
         gradients = self.gradients(parameters)
         measured = self.measurement_if_unchanged(gradients) if self.measures_norm else None
         largest = largest_magnitude(local_parts(gradients)) if measured is None else measured.largest
@@ -326,12 +305,12 @@ class GradientCheck:
         return OverflowStatus(parameters, gradients, numbers)
 
     def overflows(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether gradients of ``parameters`` overflow on any rank. A collective call that reads the device."""
+        """Return whether gradients of ``parameters`` overflow on any rank: a collective call that synchronizes."""
         overflow, _ = self.overflow_status(parameters).read()
         return self._ranks.all_reduce_report(StepReport(overflow), parameters).overflow
 
     def losses_are_finite(self) -> bool:
-        """Return whether all losses since the last step are finite; no loss scale changes an inf or NaN in a loss."""
+        """Return whether the losses since the last step are finite; if not, no loss scale prevents the overflow."""
         return all_finite([loss for loss in self._losses if loss is not None])
 
     def all_ranks_report(self, status: OverflowStatus | StepReport) -> StepReport:
@@ -339,30 +318,30 @@ class GradientCheck:
         if isinstance(status, StepReport):
             return status
         overflow, largest = status.read()
+        if not self.is_scaled or overflow:
+            largest = None
         # inf or NaN was overwritten since the backward, or is in gradients of another optimizer.
-        only_backward_overflowed = (
-            largest is not None and not overflow and not math.isfinite(largest) and self.is_scaled
-        )
+        only_backward_overflowed = largest is not None and not math.isfinite(largest)
         if only_backward_overflowed and all_finite(local_parts(self.gradients(self.parameters()))):
             self.warn_once(
                 "gradients were inf or NaN when the backward ended, and are finite at optimizer.step(): the step is "
                 "taken with what is there now, and the loss scale does not learn of the overflow"
             )
-        is_usable_for_scale = self.is_scaled and not overflow and not only_backward_overflowed
-        may_be_scale = not overflow or self.losses_are_finite()
-        report = StepReport(overflow, largest if is_usable_for_scale else None, may_be_scale)
+        report = StepReport(
+            overflow,
+            largest_gradient=None if only_backward_overflowed else largest,
+            may_be_scale=not overflow or self.losses_are_finite(),
+        )
         return self._ranks.all_reduce_report(report, status.parameters)
 
 
 def _versions_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
-    """Return the version counters of trainable ``parameters`` by ``id``."""
     with as_stored():
         return {id(parameter): parameter._version for parameter in parameters if parameter.requires_grad}
 
 
 def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """Return the largest magnitude of at least one gradient times its factor (None for 1), FP32 of shape ()."""
-    # One scan for all gradients with the same factor.
+    """Return the largest magnitude of gradients (at least one) times factors (None for 1): FP32 of shape ()."""
     by_factor: dict[Tensor | None, list[Tensor]] = {}
     for gradient, factor in found:
         by_factor.setdefault(factor, []).append(gradient)
@@ -375,7 +354,7 @@ def largest_unscaled_magnitude(found: Iterable[tuple[Tensor, Tensor | None]]) ->
 
 
 def names_of_overflowing(weights: WeightStore, model: nn.Module | None) -> list[str]:
-    """Return the names of the parameters with overflowing gradients, with the magnitude if it is finite."""
+    """Return the names of parameters with overflowing gradients, with the magnitude if it is finite."""
     named = () if model is None else model.named_parameters()
     # Synchronizes for each parameter: only for the error that ends a training.
     gradients = {name: weights.layout.gradients_and_factors([one]) for name, one in named}

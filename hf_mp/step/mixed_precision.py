@@ -46,12 +46,11 @@ class MixedPrecision(StepRuntime):
         policy: a :class:`PrecisionPolicy`, or an argument of :meth:`PrecisionPolicy.parse`; default ``"fp16"``.
         loss_scaler: replaces the scaler of the policy.
         tables, rules: as for :class:`hf_mp.autocast`; default ``"compact"`` and none.
-        free_gradients: when the lean layouts free a gradient: ``"step"`` (default), or ``"backward"``: parameters are
-            updated inside ``backward()`` (:mod:`hf_mp.step.optimizer_in_backward`).
-        max_grad_norm: clip gradients to this global 2-norm inside ``optimizer.step()``; ``inf`` only measures the norm
-            (``grad_norm``); default None: neither. Writes to gradients through ``.data`` or NumPy after the backward
-            are then not detected. With ``free_gradients="backward"``, clipping (like a loss scale) runs the backward
-            twice.
+        free_gradients: when the lean layouts free a gradient: ``"step"`` (default), or ``"backward"``, which updates
+            parameters inside ``backward()`` (:mod:`hf_mp.step.optimizer_in_backward`).
+        max_grad_norm: clip gradients to this global 2-norm inside ``optimizer.step()``; ``inf`` only measures the norm;
+            default None: neither. Writes to gradients through ``.data`` or NumPy after the backward are then not
+            detected. With ``free_gradients="backward"``, clipping (like a loss scale) runs the backward twice.
         layout: a weight layout; default: that of the policy.
         on_overflow: ``"skip"`` (default) or ``"heal"`` (:func:`hf_mp.heal_overflows`).
         offload: in a lean layout, store in host memory: ``"optimizer"``: optimizer state and remainders; ``"all"``:
@@ -59,14 +58,13 @@ class MixedPrecision(StepRuntime):
         switches: ``fp32_head=True``, ``exact_generation=True``, as in :class:`PrecisionPolicy`.
 
     Attributes:
-        policy, scaler: the policy and the loss scaler in use.
         stats: the :class:`PrecisionStats` of the run.
         step_was_skipped: whether the last step was skipped.
         grad_norm: with ``max_grad_norm``, the norm of the last step's gradients before clipping: FP32 of shape () on
             the device.
 
     Raises:
-        TypeError, ValueError: for an unknown policy, ``free_gradients`` without effect or a bad ``max_grad_norm``.
+        TypeError, ValueError: for an unknown policy, and for options that it does not support.
     """
 
     def __init__(
@@ -99,11 +97,11 @@ class MixedPrecision(StepRuntime):
         self.offload = offload
         self.remedies: dict[str, str] = {}
         self._methods: tuple[str, ...] = ()  # attached besides ``forward``
-        self.made_by_trainer = False  # if so, the Trainer's next session may attach the model again
+        self.made_by_trainer = False  # if so, its next session may attach the model again
         self.updates_in_backward = free_gradients == "backward"
         self.set_controller(controller_for(FREE_GRADIENTS, free_gradients, self, max_grad_norm))
         self.set_controller(controller_for(ON_OVERFLOW, on_overflow, self))
-        # For detach(model), because another library may have replaced the attached forward.
+        # For detach(model): another library may have replaced the attached forward.
         RUNTIMES.add(self)
         self.scaler.users.add(self)
 
@@ -114,11 +112,10 @@ class MixedPrecision(StepRuntime):
         become :class:`SplitParameter`, with FP32 values in ``state_dict()``. Frozen parameters are unchanged.
 
         Args:
-            model: any ``nn.Module``. Mixed precision applies to calls of the model and of Transformers models inside
-                it; of a container (``ModuleList``, ``ModuleDict``, a class without ``forward``), to calls of its
-                children.
-            methods: names of other methods to which it applies, for example ``["get_image_features"]``, or
-                ``["vision.features"]`` for a method of a submodule. Default: none.
+            model: any ``nn.Module``. Mixed precision applies to its calls and those of Transformers models inside it;
+                for a container (``ModuleList``, ``ModuleDict``, a class without ``forward``), to calls of its children.
+            methods: names of other methods to run so, as in ``["get_image_features"]``, or ``["vision.features"]`` of a
+                submodule. Default: none.
 
         Raises:
             ValueError: for a model that cannot be attached, with advice.
@@ -159,7 +156,7 @@ class MixedPrecision(StepRuntime):
         self.stats = replace(self.stats, remedies=tuple(f"{name}: {rule}" for name, rule in self.remedies.items()))
 
     def wrap_forwards(self) -> None:
-        """Set the attached forward on each entry point without it, also after another library has replaced it."""
+        """Set the attached forward on each entry point without it."""
         if (model := self.model) is None:
             return
         for module, name in [*((one, "forward") for one in entry_points(model)), *methods_of(model, self._methods)]:
@@ -171,15 +168,15 @@ class MixedPrecision(StepRuntime):
 
         Returns:
             The optimizer to use from now on: the same one; in the lean layouts a :class:`MasterWeightOptimizer` of it.
-            Its ``step_was_skipped`` is whether its last step was skipped.
+            Loops of any precision can read its ``step_was_skipped``.
 
         Raises:
             TypeError: if ``optimizer`` is not one optimizer.
-            ValueError: before attach(), for an optimizer of another model, for a model without a trainable parameter,
-                and for LBFGS.
+            ValueError: before attach(), for an optimizer of another model, a model without a trainable parameter, and
+                LBFGS.
         """
         if not self.policy.is_mixed:
-            if not hasattr(optimizer, "step_was_skipped"):  # so that a loop can read it in any precision
+            if not hasattr(optimizer, "step_was_skipped"):
                 optimizer.step_was_skipped = False  # type: ignore[attr-defined]
             return cast("AttachedOptimizer", optimizer)
         if self._model is None:
@@ -190,12 +187,12 @@ class MixedPrecision(StepRuntime):
         """Update the working copies after a write to weights that hf_mp cannot detect.
 
         Such writes are those through NumPy (``parameter.detach().numpy()[...] = value``), DLPack, a storage or C++
-        code. Writes by torch functions, through ``parameter.data`` and by optimizers are detected.
+        code; not those of torch functions, optimizers, and through ``parameter.data``.
         """
         self.weights.layout.refresh()
 
     def detach(self) -> None:
-        """Restore an ordinary FP32 model and its optimizers, without hooks, wrappers and copies."""
+        """Restore an ordinary FP32 model and its optimizers."""
         # In reverse order: each forward restores the one that it replaced.
         for forward in filter(None, [reference() for reference in reversed(self.forwards)]):
             forward.remove()
@@ -215,27 +212,28 @@ class MixedPrecision(StepRuntime):
 
     def copy_for(self, memo: dict[int, Any]) -> MixedPrecision:
         """Return the runtime of a deep copy of the model: same policy and scale, no optimizer."""
-        if id(self) not in memo:
-            # Options of the optimizer step are not copied, because the copy has no optimizer.
-            settings: Any = {"tables": self._tables, "rules": self.rules, "offload": self.offload}
-            copied = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), **settings)
-            memo[id(self)], copied._methods = copied, self._methods
-            if (model := self.model) is not None and id(model) in memo:
-                # begin_forward() binds the model: rules need its modules, which are not all copied yet.
-                copied._model = weakref.ref(memo[id(model)])
-        return memo[id(self)]
+        if id(self) in memo:
+            return memo[id(self)]
+        # Without the options of the optimizer step.
+        settings: Any = {"tables": self._tables, "rules": self.rules, "offload": self.offload}
+        copied = memo[id(self)] = MixedPrecision(self.policy, loss_scaler=self.scaler.copy(), **settings)
+        copied._methods = self._methods
+        if (model := self.model) is not None and id(model) in memo:
+            # begin_forward() binds the model: rules need its modules, which are not all copied yet.
+            copied._model = weakref.ref(memo[id(model)])
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs besides model and optimizer, as values for JSON."""
         state = {"version": STATE_VERSION, "precision": str(self.policy), "loss_scaler": self.scaler.state_dict()}
-        # A scaler may not count skips that no scale prevents.
+        # Some rules do not count skips that no scale prevents.
         others = {"remedies": self.remedies, "other_skips": self.stats.skipped_steps - self.scaler.state.skipped_steps}
         return {**state, **{name: value for name, value in others.items() if value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`. The loss scale of another loss scale rule is not loaded.
+        """Load a state of :meth:`state_dict`; warn if it was saved in another precision.
 
-        Warns if the state was saved in another precision.
+        The loss scale of another rule is not loaded, because rules have different fields.
 
         Raises:
             TypeError, ValueError: if ``state_dict`` is not such a state.
@@ -250,7 +248,6 @@ class MixedPrecision(StepRuntime):
         saved = PrecisionPolicy.parse(str(state_dict.get("precision", self.policy)))
         if saved != self.policy:
             warn_caller(self.policy.explain_change(saved))
-        # The rules have different fields.
         if saved.loss_scale == self.policy.loss_scale:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
         stats = PrecisionStats.resumed(self.scaler.state)

@@ -13,10 +13,7 @@ from hf_mp.scaling.rules import StepReport
 
 
 class StepObserver:
-    """Callbacks during the training of an attached model. Add one to ``MixedPrecision.observers``.
-
-    Every method does nothing by default.
-    """
+    """Callbacks during the training of an attached model, without effect by default: ``MixedPrecision.observers``."""
 
     def on_attach_optimizer(self, optimizer: Any) -> None:
         """Called when ``optimizer`` is attached. Raises a ValueError for one that cannot be observed."""
@@ -24,16 +21,10 @@ class StepObserver:
     def on_forward_begin(
         self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[Any], None] | None:
-        """Called before ``forward`` (an :class:`AttachedForward`) runs with grad.
-
-        May return a function that is called with the outputs.
-        """
+        """Called before an :class:`AttachedForward` runs with grad. May return a function to call with the outputs."""
 
     def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
-        """Called when ``gradient``, scaled, reaches a model output, before any other node of the model runs.
-
-        ``node`` is the autograd node of the output.
-        """
+        """Called when ``gradient``, scaled, reaches ``node`` of a model output, before other nodes of the model."""
 
     def on_backward_end(self, largest: Tensor | None) -> None:
         """Called after a backward, with its largest unscaled magnitude, on the device; None if not measured."""
@@ -56,10 +47,7 @@ class StepController(StepObserver):
         """Return the report of a step if the backward has used its gradients; None if they are still to be checked."""
 
     def handle_overflow(self, optimizer: Any) -> StepReport | None:
-        """Called before a step is skipped because of an overflow. May run the step again.
-
-        Returns the report of the new gradients, or None to skip the step.
-        """
+        """Called before an overflow skips a step; return the report of new gradients, or None to skip it."""
 
 
 # Controller classes for MixedPrecision(on_overflow=...). Argument: the runtime.
@@ -116,6 +104,5 @@ def _check_offload(policy: PrecisionPolicy, offload: str, free_gradients: str) -
 
 def controller_for(classes: Mapping[str, str | None], name: str, *arguments: Any) -> StepController | None:
     """Construct the controller ``classes[name]``; None if there is none."""
-    # Imported by name, so that a training without a controller does not import its module.
-    path = classes[name]
+    path = classes[name]  # imported only if it is used
     return None if path is None else resolve_name(path)(*arguments)

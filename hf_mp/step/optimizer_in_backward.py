@@ -1,11 +1,10 @@
 """Optimizer step in backward: updates each parameter as soon as its gradient is complete, and frees the gradient.
 
 At most one gradient exists at a time (LOMO, Lv et al. 2023, arXiv 2306.09782, section 3.1). As in other steps, an
-overflow skips the whole step, and clipping uses the norm of this step's gradients.
-
-Both need the last gradient before the first update. So if the loss is scaled or gradients are clipped, backward runs
-twice inside ``loss.backward()``, as in LOMO: the first pass measures and frees each gradient, the second updates.
-Otherwise one pass runs. It starts only if the loss is finite, and raises at a gradient that overflows.
+overflow skips the whole step, and clipping uses the norm of this step's gradients. Both need all gradients before the
+first update. So if the loss is scaled or gradients are clipped, ``loss.backward()`` runs two passes, as in LOMO: the
+first measures and frees each gradient, the second updates. Otherwise one pass runs. It starts only if the loss is
+finite, and raises at a gradient that overflows.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class _Backward:
 class OptimizerInBackward(StepController):
     """Updates the parameters of one optimizer during backward.
 
-    Clips the gradients to the global 2-norm ``max_grad_norm``; ``inf`` only measures it, None neither. After a first
-    pass, sets ``runtime.grad_norm`` and reports the largest magnitude to the observers.
+    Clips the gradients to the global 2-norm ``max_grad_norm``; ``inf`` only measures it, None neither.
     """
 
     def __init__(self, runtime: Any, max_grad_norm: float | None) -> None:
@@ -63,13 +61,13 @@ class OptimizerInBackward(StepController):
         self._runtime = runtime
         self._is_scaled = False
         self._optimizer: Any = None  # a MasterWeightOptimizer
-        # Hooks at AccumulateGrad nodes, which run when a gradient is complete. A hook is freed with its node, so the
-        # nodes are stored too. A node keeps its parameter alive, so the next forward replaces them.
+        # AccumulateGrad nodes and their hooks, which run when a gradient is complete. A hook is freed with its node. A
+        # node keeps its parameter alive, so the next forward replaces them.
         self._hook_handles: list[tuple[Any, RemovableHandle]] = []
         self._backward: _Backward | None = None
 
     def on_attach_optimizer(self, optimizer: Any) -> None:
-        """Set the optimizer. A ValueError for a second one, or one that cannot step single parameters."""
+        """Set the optimizer; a ValueError for a second one, or one that cannot step single parameters."""
         if self._optimizer is not None and self._optimizer is not optimizer:
             raise ValueError("free_gradients='backward' works with one optimizer: give it all parameters as groups")
         if not steps_by_parameter(optimizer.optimizer):
@@ -94,7 +92,7 @@ class OptimizerInBackward(StepController):
     def _register_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         for _, handle in self._hook_handles:
             handle.remove()
-        # Not on the parameters: such hooks would make gradients FP32, and run at each use of a parameter.
+        # Hooks of parameters would make gradients FP32, and run at each use.
         split = [p for p in parameters if isinstance(p, SplitParameter) and p.requires_grad]
         nodes = [(get_gradient_edge(parameter).node, weakref.ref(parameter)) for parameter in split]
         self._hook_handles = [(node, node.register_hook(partial(self._complete, of))) for node, of in nodes]
@@ -113,28 +111,16 @@ class OptimizerInBackward(StepController):
             self._begin(GradientEdge(*node.next_functions[0]), gradient, node.value)
 
     def _begin(self, edge: GradientEdge, gradient: Tensor, value: Tensor | None) -> None:
-        """Begin a backward from a model output (``value`` if a scalar), and run the first pass if there are two.
-
-        A RuntimeError for a second backward before the step, and with two passes for a second output.
-        """
+        """Begin a backward from a model output (``value`` if a scalar); run the first pass if there are two."""
         task = torch._C._current_graph_task_id()
-        measures = self._is_scaled or self.max_grad_norm is not None
+        needs_first_pass = self._is_scaled or self.max_grad_norm is not None
         if self._backward is not None:
-            if self._backward.task != task:
-                raise RuntimeError(
-                    "a second backward() before optimizer.step(): with free_gradients='backward' the first one has "
-                    "updated the parameters already. To accumulate gradients, use free_gradients='step'"
-                )
-            if measures:
-                raise RuntimeError(
-                    "gradients enter the model through several outputs: with free_gradients='backward' they cannot be "
-                    "measured before they are used. Make one loss in the model, or use free_gradients='step'"
-                )
+            self._check_second_output(self._backward.task == task, needs_first_pass)
             return
         backward = self._backward = _Backward(task, set(map(id, optimizer_parameters(self._optimizer))))
-        if not measures:
-            starts = all_finite([gradient]) and (value is None or all_finite([value]))
-            backward.phase = "update" if starts else "discard"
+        if not needs_first_pass:
+            is_finite = all_finite([gradient]) and (value is None or all_finite([value]))
+            backward.phase = "update" if is_finite else "discard"
             return
         try:
             # The outer backward is the second pass.
@@ -144,45 +130,60 @@ class OptimizerInBackward(StepController):
             raise
         self._decide_second_pass(backward)
 
+    @staticmethod
+    def _check_second_output(is_same_backward: bool, needs_first_pass: bool) -> None:
+        if not is_same_backward:
+            raise RuntimeError(
+                "a second backward() before optimizer.step(): with free_gradients='backward' the first one has "
+                "updated the parameters already. To accumulate gradients, use free_gradients='step'"
+            )
+        if needs_first_pass:
+            raise RuntimeError(
+                "gradients enter the model through several outputs: with free_gradients='backward' they cannot be "
+                "measured before they are used. Make one loss in the model, or use free_gradients='step'"
+            )
+
     def _decide_second_pass(self, backward: _Backward) -> None:
         """Set the norm, clip factor and phase (update or discard) of the second pass."""
-        backward.phase, backward.done = "update", set()
-        found = [] if backward.largest is None else [backward.largest]
+        backward.done = set()
+        magnitudes = [] if backward.largest is None else [backward.largest]
         if self.max_grad_norm is not None:
-            # In the order in which the optimizer sums them.
+            # in the order of the optimizer's sum
             in_order = [parameter for parameter in optimizer_parameters(self._optimizer) if parameter in backward.norms]
             self._runtime.grad_norm = norm = norm_of([backward.norms[parameter] for parameter in in_order])
-            found.append(norm)  # if it exceeds FP32, clipping would set all gradients to 0
+            magnitudes.append(norm)  # if it exceeds FP32, clipping would set all gradients to 0
             if math.isfinite(self.max_grad_norm):
                 backward.clip_factor = clip_factor(norm, self.max_grad_norm)
         if backward.largest is not None:
             self._runtime.on_backward_end(backward.largest)
-        if not all_finite(found, OVERFLOW_LIMIT):
-            backward.phase = "discard"
+        backward.phase = "update" if all_finite(magnitudes, OVERFLOW_LIMIT) else "discard"
 
     @torch.no_grad()
     def _complete(self, reference: weakref.ref[SplitParameter], *hook_arguments: Any) -> None:
-        """Measure or use the complete gradient of a parameter, and free it."""
+        """Measure, use or discard the complete gradient of a parameter, and free it."""
         parameter, backward = reference(), self._backward
         if parameter is None or backward is None or not has_gradient(parameter):
             return
         if backward.phase != "measure" and id(parameter) not in backward.own:
             return  # no optimizer has it: its gradient stays
         if backward.phase != "discard":
-            if parameter in backward.done:
-                raise RuntimeError(
-                    "a parameter got gradients twice in one backward, and free_gradients='backward' has used the "
-                    "first: checkpoint with use_reentrant=False "
-                    "(gradient_checkpointing_kwargs={'use_reentrant': False}), or use free_gradients='step'"
-                )
-            # In both passes, because a user's hook may return other gradients in the second.
-            largest = largest_unscaled_magnitude([gradient_and_factor(parameter)])  # type: ignore[list-item]
-            if backward.phase == "update":
-                self._update(parameter, largest.item(), backward)
-            else:
-                self._measure(parameter, largest, backward)
-            backward.done.add(parameter)
+            self._use_gradient(parameter, backward)
         parameter.grad = None
+
+    def _use_gradient(self, parameter: SplitParameter, backward: _Backward) -> None:
+        if parameter in backward.done:
+            raise RuntimeError(
+                "a parameter got gradients twice in one backward, and free_gradients='backward' has used the "
+                "first: checkpoint with use_reentrant=False "
+                "(gradient_checkpointing_kwargs={'use_reentrant': False}), or use free_gradients='step'"
+            )
+        # In both passes, because a user's hook may return other gradients in the second.
+        largest = largest_unscaled_magnitude([gradient_and_factor(parameter)])  # type: ignore[list-item]
+        if backward.phase == "update":
+            self._update(parameter, largest.item(), backward)
+        else:
+            self._measure(parameter, largest, backward)
+        backward.done.add(parameter)
 
     def _measure(self, parameter: SplitParameter, largest: Tensor, backward: _Backward) -> None:
         before = backward.largest
@@ -191,7 +192,7 @@ class OptimizerInBackward(StepController):
             backward.norms[parameter] = clip_grad_norm_([parameter], math.inf)
 
     def _update(self, parameter: SplitParameter, largest: float, backward: _Backward) -> None:
-        """Clip and step ``parameter``; a RuntimeError if its gradient overflows after others were updated."""
+        """Clip and step ``parameter``; a RuntimeError if its gradient overflows."""
         if not largest < OVERFLOW_LIMIT:
             raise RuntimeError(
                 f"the largest gradient of a parameter of shape {tuple(parameter.shape)} is {largest:g}; "
@@ -203,7 +204,7 @@ class OptimizerInBackward(StepController):
         self._optimizer.step_on([parameter])
 
     def report_from_backward(self) -> StepReport | None:
-        """Return the report of the last backward, or None without one since the last step. Reads the device."""
+        """Return the report of the backward since the last step, or None without one. Reads the device."""
         backward = self._backward
         if backward is None:
             return None

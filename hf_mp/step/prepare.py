@@ -24,10 +24,10 @@ def prepare(
     methods: Sequence[str] = (),
     **settings: Any,
 ) -> tuple[_Model, AttachedOptimizer]:
-    """Attach mixed precision to a model and its optimizer, for a plain loop.
+    """Attach mixed precision to a model and its optimizer, for a plain loop with the code of FP32.
 
-    The code of the loop is that of FP32. Step an LR scheduler only if ``optimizer.step_was_skipped`` is False.
-    :func:`hf_mp.detach` undoes it. For two models of one optimizer, call it once for each model::
+    Step an LR scheduler only if ``optimizer.step_was_skipped`` is False. :func:`hf_mp.detach` undoes it. For several
+    models of one optimizer, call it once for each model::
 
         first, optimizer = hf_mp.prepare(first, optimizer, precision="fp16")
         second, optimizer = hf_mp.prepare(second, optimizer, precision="fp16")

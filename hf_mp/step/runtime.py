@@ -47,9 +47,7 @@ class StepRuntime:
     """State that forward, scale boundary, check and update of one attached model share.
 
     Attributes:
-        weights: masters, working copies and aliases of the model.
-        autocast: casts the calls of forwards.
-        check: measures gradients and detects overflows.
+        weights: masters, working copies and aliases.
         observers: called in each step; ``controller``, one of them, may replace the report of a step.
         updates_in_backward: whether gradients are used during backward.
         is_joint_step: whether another optimizer has stepped since the last backward.
@@ -69,7 +67,7 @@ class StepRuntime:
         self.policy, self.scaler, self.rules, self._tables = policy, scaler, rules, tables
         self.scale_provider = LossScaleProvider(self)
         self.weights = WeightStore(layout or make_layout(policy, offload), self.scale_provider)
-        self.ranks = RankGroup(self._settings)
+        self.ranks = RankGroup(lambda: f"precision={self.policy}, loss_scaler={self.scaler.state}")
         self.check = GradientCheck(
             self.on_backward_end,
             self.weights,
@@ -84,9 +82,9 @@ class StepRuntime:
         # Set by attach() and attach_optimizer()
         self.forwards: list[weakref.ref[Any]] = []  # each AttachedForward
         self.guards: list[Any] = []  # the StepGuard of each attached optimizer
-        self._model: weakref.ref[nn.Module] | None = None
+        self._model: weakref.ref[nn.Module] | None = None  # weak, because its forward references the runtime
         self._patches: weakref.finalize[..., nn.Module] | None = None  # removes the patches with the model
-        self.autocast = self._reset_autocast(None)
+        self._set_autocast(None)
         # Number of forwards, and that number at the last step of each optimizer
         self._forwards_with_grad, self._forwards_at_step = 0, weakref.WeakKeyDictionary[Optimizer, int]()
         # Results of steps
@@ -98,7 +96,7 @@ class StepRuntime:
 
     @property
     def model(self) -> nn.Module | None:
-        """The attached model; None before attach(), after detach(), and once the model is gone."""
+        """The attached model, or None."""
         return None if self._model is None else self._model()
 
     @property
@@ -118,30 +116,25 @@ class StepRuntime:
         self._stats = stats
 
     def _bind_model(self, model: nn.Module) -> None:
-        # Weak, because the model references the runtime through its forward.
         self._model = weakref.ref(model)
-        self.autocast, self.check.is_scaled = self._reset_autocast(model), self.scaler.is_scaling
+        self._set_autocast(model)
+        self.check.is_scaled = self.scaler.is_scaling
         patches = PATCHES, VALUE_PATCHES, DDP_PATCHES, ALIAS_PATCHES, BACKWARD_PATCHES, *cache_patches()
-        remove_patches = acquire(*patches)
-        self._patches = weakref.finalize(model, remove_patches)
+        self._patches = weakref.finalize(model, acquire(*patches))
         STEP_HOOK.add(self)
 
-    def _reset_autocast(self, model: nn.Module | None) -> AttachedAutocast:
-        """Return a new autocast for ``model``, and reset the uses of weights to its lower-precision ops."""
+    def _set_autocast(self, model: nn.Module | None) -> None:
+        """Set an autocast for ``model``, and reset the uses of weights to its lower-precision ops."""
         rules = rules_for(model, self.policy, self.rules)
-        autocast = AttachedAutocast(self.policy.compute, model=model, rules=rules, tables=self._tables)
+        self.autocast = AttachedAutocast(self.policy.compute, model=model, rules=rules, tables=self._tables)
         if self.policy.exact_generation:
-            autocast.sum_in_fp64()
-        self.weights.reset_uses(autocast.is_lower_precision, autocast.modules_with_rules())
-        return autocast
+            self.autocast.sum_in_fp64()
+        self.weights.reset_uses(self.autocast.is_lower_precision, self.autocast.modules_with_rules())
 
     # Forward
 
     def begin_forward(self, model: nn.Module, forward: Any) -> ForwardWeights | None:
-        """Prepare the weights of ``model`` for ``forward``, its own or that of a part of it, and return them.
-
-        None in a transform of functorch.
-        """
+        """Prepare the weights of ``model`` for ``forward``, of it or a part, and return them; None in functorch."""
         if self._patches is None:  # in a deep copy, which has all of its modules now
             self._bind_model(model)
         self._forwards_with_grad += torch.is_grad_enabled()
@@ -157,7 +150,7 @@ class StepRuntime:
         return self.weights.prepare_forward(model, forward, self.check.is_scaled, groups_weights, holds_copies)
 
     def _adopt_parallelism(self, model: nn.Module) -> Parallelism:
-        """Return how ``model`` is distributed, and adopt it: DDP or FSDP may have been applied after attach()."""
+        """Return the parallelism of ``model`` now, and adopt it."""
         parallelism = detect_parallelism(model)
         if parallelism is not NOT_DISTRIBUTED:
             self.ranks.register_ddp(model, parallelism)
@@ -165,14 +158,10 @@ class StepRuntime:
         return parallelism
 
     def adopt_sharding(self, parameters: Sequence[Tensor], parallelism: Parallelism) -> None:
-        """Change the layout to the sharding of ``parameters``, those of the model or of its optimizer."""
+        """Change the layout to the sharding of ``parameters``, of the model or its optimizer."""
         if parallelism is not NOT_DISTRIBUTED:  # also for DDP and meshes of one process
             self.ranks.check_same_settings(mesh_groups(parameters))
             self.weights.adopt_sharding(self.model, parameters, parallelism, self.autocast.fp32_modules)
-
-    def _settings(self) -> str:
-        """Return the settings that must be equal on all ranks that train one model."""
-        return f"precision={self.policy}, loss_scaler={self.scaler.state}"
 
     def _parameters_to_check(self) -> list[nn.Parameter]:
         return self.weights.layout.parameters_to_check(self.model, [guard.optimizer for guard in self.guards])
@@ -182,13 +171,11 @@ class StepRuntime:
     def begin_iteration(self) -> None:
         """Let the next step change the loss scale. Called when a backward begins."""
         self.scaler.end_iteration()
-        # An optimizer whose gradients were freed has no overflow left to report.
-        if self._reported:
+        if self._reported:  # without gradients, an optimizer has no overflow left to report
             attached = [guard.optimizer for guard in self.guards]
             self._reported &= {id(one) for one in attached if self.check.gradients(optimizer_parameters(one))}
 
     def on_backward_end(self, largest: Tensor | None) -> None:
-        """Call :meth:`StepObserver.on_backward_end` of all observers."""
         for observer in self.observers:
             observer.on_backward_end(largest)
 
@@ -197,8 +184,7 @@ class StepRuntime:
     def clip_and_check(self, optimizer: Optimizer) -> OverflowStatus | StepReport:
         """Clip the gradients of ``optimizer`` and check them for an overflow, before its update.
 
-        Returns an :class:`OverflowStatus`, or the controller's :class:`StepReport` if the gradients were used during
-        backward.
+        Returns the controller's :class:`StepReport` if the gradients were used during backward.
         """
         self.scaler.finish_pending_step()
         report = None if self.controller is None else self.controller.report_from_backward()
@@ -206,34 +192,29 @@ class StepRuntime:
             return report
         model, parameters = self.model, optimizer_parameters(optimizer)
         self._warn_without_forward(optimizer, parameters)
-        parallelism = detect_parallelism(model)  # FSDP may have been applied since
+        parallelism = detect_parallelism(model)
         if model is not None and parallelism is not NOT_DISTRIBUTED:
             if parallelism.fsdp:
                 check_updates(optimizer, model)
             self.adopt_sharding(parameters, parallelism)
         if self._max_grad_norm is not None:
-            self.grad_norm = self._clip(optimizer, parameters, self._max_grad_norm)
+            norm = self.clip_grad_norm(optimizer, parameters, self._max_grad_norm)
+            if norm is None:  # the gradients were written, or are those of a part of the model
+                norm = get_total_norm([one.grad for one in parameters if one.grad is not None])
+                self.check.defer_clipping(parameters, self._max_grad_norm, norm)
+            self.grad_norm = norm
         return self.check.overflow_status(parameters)
 
-    def _clip(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip as :meth:`clip_grad_norm`, but measure the norm if it is not known; return it."""
-        norm = self.clip_grad_norm(optimizer, parameters, max_norm)
-        if norm is None:  # the gradients were written, or are those of a part of the model
-            norm = get_total_norm([one.grad for one in parameters if one.grad is not None])
-            self.check.defer_clipping(parameters, max_norm, norm)
-        return norm
-
     def _warn_without_forward(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Warn if there are gradients, but no attached forward ran since the last step of ``optimizer``."""
         before, now = self._forwards_at_step.get(optimizer, 0), self._forwards_with_grad
         self._forwards_at_step[optimizer] = now
-        if now > before or not self.check.gradients(parameters):
-            return
-        self.check.warn_once(
-            "there are gradients, but since the last optimizer.step() the attached model was not called: what its loop "
-            "calls instead (a method, a part of the model) computes in FP32. Name such methods when you attach: "
-            "hf_mp.prepare(model, optimizer, precision, methods=['get_value']), or attach(model, methods=[...])"
-        )
+        if now <= before and self.check.gradients(parameters):
+            self.check.warn_once(
+                "there are gradients, but since the last optimizer.step() the attached model was not called: what its "
+                "loop calls instead (a method, a part of the model) computes in FP32. Name such methods when you "
+                "attach: hf_mp.prepare(model, optimizer, precision, methods=['get_value']), or attach(model, "
+                "methods=[...])"
+            )
 
     def clip_grad_norm(
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], max_norm: float
@@ -243,50 +224,53 @@ class StepRuntime:
         Returns the norm before clipping, FP32 of shape (). If it was not measured or gradients have changed since,
         clips nothing and returns None: torch's own function must clip.
         """
-        # A lean layout stores scaled 16-bit gradients, which torch cannot clip. It clips all those of the optimizer, as
-        # MasterWeightOptimizer.clip_grad_norm_() does.
+        # A lean layout, with gradients that torch cannot clip, clips all those of the optimizer.
         norm = self.weights.layout.clip_grad_norm(optimizer_parameters(optimizer), max_norm)
-        if norm is None and (norm := self.check.norm(parameters)) is not None:
-            self.check.defer_clipping(parameters, max_norm, norm)
+        if norm is None:
+            norm = self.check.norm(parameters)
+            if norm is not None:
+                self.check.defer_clipping(parameters, max_norm, norm)
         return norm
 
     def freeze_scale_factors(self) -> None:
-        """Copy the factors of gradients that are stored scaled, before the scaler changes S."""
+        """Copy the factors of gradients that are stored scaled. Called before S changes."""
         self.weights.layout.freeze_scale_factors(self.check.parameters)
 
     def report_step(self, optimizer: Optimizer, report: StepReport, *, was_skipped: bool) -> None:
-        """Report a step of ``optimizer`` to observers and scaler, which sets the next loss scale.
+        """Report a step of ``optimizer`` to observers and scaler, which sets S.
 
-        Steps of several optimizers between two backwards set it once, from the reports of all, and count as one step.
+        Steps of several optimizers between two backwards set it once, from all reports, and count as one.
         """
         if report.overflow:
-            report = self._new_overflow(optimizer, report)
+            report = self._attribute_overflow(optimizer, report)
         self.check.reset_step()
         self._step_was_skipped = was_skipped
         key = id(self), id(optimizer)  # several models may have one scaler
-        # Restores S of the backward, for `used_scale` and observers: the step of another optimizer may have changed it.
-        iteration = self.scaler.join_iteration(key)
-        self.is_joint_step = iteration is self._iteration
-        if self.is_joint_step:  # count the step again, with the reports of the other optimizers
-            self._stats = replace(self._stats_before, remedies=self._stats.remedies)
-        self._iteration, self._stats_before = iteration, self._stats
+        iteration = self._join_iteration(key)
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
             observer.on_step_finished(report)
-        nonfinite = partial(names_of_overflowing, self.weights, self.model)
-        try:
-            # Joins the same iteration, and adds `report` to `iteration.reports`.
-            self.scaler.update_scale(report, nonfinite, self._overflow_advice, optimizer=key)
-        finally:
-            # Also if update_scale() raises, so that the log has the last step.
+        try:  # adds `report` to `iteration.reports`
+            names = partial(names_of_overflowing, self.weights, self.model)
+            self.scaler.update_scale(report, names, self._overflow_advice, optimizer=key)
+        finally:  # so that the log has a step that raises
             together = StepReport.of_all(iteration.reports.values())
             self._stats = self._stats.with_step(used_scale, self.scaler.get_scale(), together)
 
-    def _new_overflow(self, optimizer: Optimizer, report: StepReport) -> StepReport:
-        """Return ``report``, with ``may_be_scale=False`` if another optimizer has reported this overflow.
+    def _join_iteration(self, key: tuple[int, int]) -> Iteration:
+        """Join or begin an iteration; set S and the statistics to their values before its steps."""
+        iteration = self.scaler.join_iteration(key)
+        self.is_joint_step = iteration is self._iteration
+        if self.is_joint_step:
+            self._stats = replace(self._stats_before, remedies=self._stats.remedies)
+        self._iteration, self._stats_before = iteration, self._stats
+        return iteration
 
-        So S is not lowered again: an optimizer that accumulates over more backwards reports the overflow in a later
-        iteration. For a new overflow, this method records the other optimizers with overflowing gradients.
+    def _attribute_overflow(self, optimizer: Optimizer, report: StepReport) -> StepReport:
+        """Return ``report``, with ``may_be_scale=False`` if S was lowered for this overflow.
+
+        An optimizer that accumulates over more backwards reports an overflow in a later iteration. So for a new one,
+        record the other optimizers with overflowing gradients.
         """
         was_reported = id(optimizer) in self._reported
         self._reported.discard(id(optimizer))
@@ -300,5 +284,4 @@ class StepRuntime:
         return "\n".join(advice for observer in self.observers if (advice := observer.overflow_advice()))
 
     def copy_for(self, memo: dict[int, Any]) -> StepRuntime:
-        """Return the runtime of a deep copy of the model."""
         raise NotImplementedError

@@ -15,11 +15,7 @@ from hf_mp.scale_boundary import accumulating_edges
 
 
 class LossScaleProvider:
-    """:class:`~hf_mp.scale_boundary.ScaleProvider` of a model. It notifies the gradient check and the observers.
-
-    Args:
-        runtime: the ``StepRuntime`` of the model, with its scaler, gradient check, weights and observers.
-    """
+    """:class:`~hf_mp.scale_boundary.ScaleProvider` of the model of ``runtime``, a ``StepRuntime``."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime, self.scaler = runtime, runtime.scaler
@@ -34,14 +30,11 @@ class LossScaleProvider:
         return self.scaler.scale_and_inverse(device).scale if self._runtime.check.is_scaled else None
 
     def inverse_scale_for(self, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor | None:
-        """Return 1/S or None, by the backward that runs.
+        """Return 1/S, or None in a precision without loss scaling, or by the backward that runs.
 
-        - A precision without loss scaling: None.
-        - A scaled backward that a custom backward runs: 1/S if it accumulates; None in ``torch.autograd.grad``, because
-          the custom backward returns these gradients, and its own node is in the scaled graph.
-        - An unscaled backward that a custom backward runs: None.
-        - Any other, if a backward through an output of the model runs: 1/S. That is this one, or one that started it.
-        - The same in code that recomputes, and a backward that reached no output: None, because S was not applied.
+        - A backward that a custom backward runs: :meth:`_inverse_scale_in`.
+        - Any other, inside a backward through an output of the model or that backward itself: 1/S.
+        - In code that recomputes, or if the backward reached no output: None, because S was not applied.
         """
         check = self._runtime.check
         if not check.is_scaled:
@@ -64,12 +57,14 @@ class LossScaleProvider:
         return None
 
     def _inverse_scale_in(self, nested: Any, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor | None:
-        """Return 1/S in ``nested``, a backward that a custom backward runs; None for gradients that it returns."""
-        if not nested.is_scaled:
-            return None
-        if nested.accumulates:
+        """Return 1/S if ``nested`` is scaled and accumulates, otherwise None.
+
+        The custom backward returns gradients of ``torch.autograd.grad`` to the scaled graph around it.
+        """
+        if nested.is_scaled and nested.accumulates:
             return self.scaler.scale_and_inverse(device).inverse
-        nested.within.record_returned(node, indices)
+        if nested.is_scaled:
+            nested.within.record_returned(node, indices)
         return None
 
     def on_output_gradient(self, node: Any, gradient: Tensor) -> None:
@@ -84,7 +79,6 @@ class LossScaleProvider:
     def take_scaled_gradients(self, node: Any, gradients: dict[int, list[Tensor]], inverse: Tensor | None) -> None:
         layout = self._runtime.weights.layout
         if layout.keeps_scaled_gradients:
-            # autograd.grad() and create_graph=True store nothing: autograd returns or accumulates these gradients.
+            # None in autograd.grad() and with create_graph=True: autograd itself returns or accumulates gradients then.
             weights = {index: node.originals[index] for index in accumulating_edges(node, gradients)}
-            # Removes those that it stores from `gradients`.
-            layout.store_scaled_gradients(weights, gradients, inverse)
+            layout.store_scaled_gradients(weights, gradients, inverse)  # removes those stored from `gradients`

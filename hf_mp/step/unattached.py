@@ -20,8 +20,8 @@ class _StepHook:
 
     Optimizers with ``fused=True`` and kernels of other libraries write weights without raising version counters.
 
-    If the garbage collector frees the last model, the hook stays until the next :meth:`add` or :meth:`discard`,
-    because torch may be iterating over its hooks.
+    If the last model is freed, the hook stays until the next :meth:`add` or :meth:`discard`: torch may be iterating
+    over its hooks.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,10 @@ class _StepHook:
         self._handle: RemovableHandle | None = None
 
     def add(self, runtime: Any) -> None:
-        """Detect steps of optimizers that are not attached to ``runtime``."""
         self._runtimes.add(runtime)
         self._register()
 
     def discard(self, runtime: Any) -> None:
-        """Stop detecting steps for ``runtime``; without effect if it was not added."""
         self._runtimes.discard(runtime)
         self._register()
 
@@ -50,12 +48,12 @@ class _StepHook:
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         guard = getattr(optimizer.step, "hf_mp_guard", None)
         # The step of a copied optimizer has the guard of its original.
-        attached_to = [] if guard is None or guard.optimizer is not optimizer else guard.runtimes
-        if len(self._runtimes) == len(attached_to) == 1:
-            return  # the common case: this optimizer has the only attached model
+        own_runtimes = [] if guard is None or guard.optimizer is not optimizer else guard.runtimes
+        if len(self._runtimes) == len(own_runtimes) == 1:
+            return  # it is attached to the only model
         for runtime in tuple(self._runtimes):
-            if runtime not in attached_to and (model := runtime.model) is not None:
-                _record_step(runtime, model, optimizer, is_guarded=bool(attached_to))
+            if runtime not in own_runtimes and (model := runtime.model) is not None:
+                _record_step(runtime, model, optimizer, is_guarded=bool(own_runtimes))
 
     _stepped.is_internal = True  # the fused update need not call it
 
@@ -65,10 +63,7 @@ STEP_HOOK = _StepHook()
 
 @on_stored_values
 def _record_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: bool) -> None:
-    """Record that ``optimizer``, not attached to ``runtime``, may have written weights of ``model``; warn if unchecked.
-
-    ``is_guarded``: whether it is attached to another model.
-    """
+    """Record that ``optimizer``, attached to another model if ``is_guarded``, may have written weights of ``model``."""
     in_model = set(map(id, model_parameters(model)))
     written = [one for one in optimizer_parameters(optimizer) if one.requires_grad and id(one) in in_model]
     if not written:
@@ -81,13 +76,10 @@ def _record_step(runtime: Any, model: Any, optimizer: Optimizer, *, is_guarded: 
 
 
 def _is_unchecked(runtime: Any, written: list[Any]) -> bool:
-    """Return whether no attached optimizer has checked the gradients that an update of ``written`` has used.
-
-    True if a weight is in no attached optimizer. Otherwise a step of an attached optimizer in this iteration has
-    checked them. Without such a step, the update is unchecked, unless it was skipped: then no weight has changed.
-    """
+    """Return whether no attached optimizer has checked the gradients that an update of ``written`` has used."""
     attached = {id(one) for guard in runtime.guards for one in optimizer_parameters(guard.optimizer)}
     if not attached.issuperset(map(id, written)):
         return True
-    # Another optimizer also has these parameters: one that wraps an attached optimizer, or a second one.
+    # An attached optimizer also has these parameters: this one wraps it, or is a second one. If it has stepped in this
+    # iteration, it has checked them. If not, and no weight has changed, the step was skipped.
     return not runtime.scaler.has_stepped and runtime.weights.layout.differ_from_copies(written)

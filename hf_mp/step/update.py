@@ -38,8 +38,8 @@ _SUPPORTS_SCALING = "_step_supports_amp_scaling"
 class _StepWasSkipped:
     """Descriptor for ``Optimizer.step_was_skipped`` after a step that the device skips by ``found_inf``.
 
-    Reading the attribute waits until ``found_inf`` is on the host. The descriptor has no ``__set__``, so an attribute
-    of the optimizer instance has priority. It is set on ``torch.optim.Optimizer`` while an attached optimizer needs it.
+    A read waits until ``found_inf`` is on the host. An attribute of the optimizer instance has priority, because the
+    descriptor has no ``__set__``.
     """
 
     _users = 0
@@ -52,7 +52,7 @@ class _StepWasSkipped:
         raise AttributeError(f"{kind.__name__!r} object has no attribute 'step_was_skipped'")
 
     def count(self, more: int) -> None:
-        """Add ``more`` (1 or -1) to the optimizers that need the descriptor; set it on torch's class or remove it."""
+        """Add ``more`` (1 or -1) to the optimizers that need the descriptor; torch's class has it if there are any."""
         self._users += more
         if self._users:
             Optimizer.step_was_skipped = self  # type: ignore[attr-defined]
@@ -64,10 +64,7 @@ _STEP_WAS_SKIPPED = _StepWasSkipped()
 
 
 class StepGuard:
-    """Skips the steps of one optimizer that would write inf or NaN to the weights of its models.
-
-    Sets ``optimizer.step_was_skipped``, so that a loop can skip the step of its LR scheduler too.
-    """
+    """Skips steps of one optimizer that would write inf or NaN to weights; sets ``optimizer.step_was_skipped``."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -75,11 +72,10 @@ class StepGuard:
         attributes = vars(optimizer)
         self._attributes_before = {name: attributes[name] for name in ("step", _SUPPORTS_SCALING) if name in attributes}
         self._original_step = optimizer.step
-        self._step_before = self._attributes_before.get("step")  # in the instance: of a wrapper such as an LR scheduler
+        self._wrapped_step = self._attributes_before.get("step")  # set by a wrapper such as an LR scheduler
         self._updates = UpdateCache()
 
-        # Bound to the optimizer, because torch's LR schedulers read ``step.__func__``. A step that an LR scheduler has
-        # replaced before may have no ``__func__``.
+        # Bound to the optimizer, because torch's LR schedulers read ``step.__func__``. Their own may have none.
         @functools.wraps(getattr(self._original_step, "__func__", self._original_step))
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             return self._step(closure)
@@ -93,11 +89,11 @@ class StepGuard:
         optimizer.step_was_skipped = False
         self._accelerate_patch = patch_accelerate_skip_flag(optimizer)
         self._skip_flag_finalizer: weakref.finalize[..., Any] | None = None
-        # Makes torch.amp.GradScaler set `optimizer.found_inf`, which _check_step() detects.
+        # So torch.amp.GradScaler sets `optimizer.found_inf`, which _check_step() detects.
         setattr(optimizer, _SUPPORTS_SCALING, True)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """Check gradients, update weights and set the next loss scale; return the loss of ``closure``."""
+        """Check gradients, update weights, set the next loss scale; return the loss of ``closure``."""
         optimizer, runtimes = self.optimizer, list(self.runtimes)
         if not runtimes:
             return self._original_step() if closure is None else self._original_step(closure)
@@ -111,7 +107,7 @@ class StepGuard:
         if (
             isinstance(status, OverflowStatus)
             and status.may_stay_on_device
-            and can_skip_on_device(optimizer, self._step_before)
+            and can_skip_on_device(optimizer, self._wrapped_step)
         ):
             self._step_with_found_inf(status, runtimes[0])
         else:
@@ -121,37 +117,39 @@ class StepGuard:
     def _step_with_found_inf(self, status: OverflowStatus, runtime: StepRuntime) -> None:
         """Launch the update with ``found_inf``; the device skips it on an overflow.
 
-        The host reads ``found_inf`` when ``optimizer.step_was_skipped`` or ``stats`` is read, and at the latest when
-        the next backward needs S.
+        The host reads ``found_inf`` for ``optimizer.step_was_skipped`` or ``stats``, at the latest for S in the next
+        backward.
         """
         optimizer, on_host = self.optimizer, status.to_host()
         self._update([runtime], status.found_inf())
         finish = functools.partial(self._finish_step, [runtime], [on_host], was_launched=True)
-        if runtime.observers or runtime.scaler.may_raise_on_overflow():  # needed now
+        if runtime.observers or runtime.scaler.may_raise_on_overflow():
             finish()
         else:
-            if self._skip_flag_finalizer is None:
-                _STEP_WAS_SKIPPED.count(1)
-                self._skip_flag_finalizer = weakref.finalize(optimizer, _STEP_WAS_SKIPPED.count, -1)
-            # An attribute of the instance would have priority over the descriptor.
-            vars(optimizer).pop("step_was_skipped", None)
+            self._use_descriptor()
             runtime.scaler.defer_step(finish)
-        # Only the kernels that were launched read the gradients of a lean layout. A step that is known to be skipped
-        # keeps them, as one that was not launched.
+        # Only launched kernels read the gradients of a lean layout. They are kept if the step is known to be skipped.
         if hasattr(optimizer, "release_gradients") and not vars(optimizer).get("step_was_skipped"):
             optimizer.release_gradients()
+
+    def _use_descriptor(self) -> None:
+        """Have ``optimizer.step_was_skipped`` read by :class:`_StepWasSkipped`."""
+        if self._skip_flag_finalizer is None:
+            _STEP_WAS_SKIPPED.count(1)
+            self._skip_flag_finalizer = weakref.finalize(self.optimizer, _STEP_WAS_SKIPPED.count, -1)
+        vars(self.optimizer).pop("step_was_skipped", None)
 
     def _finish_step(
         self, runtimes: list[StepRuntime], results: Sequence[OverflowStatus | StepReport], *, was_launched: bool = False
     ) -> None:
         """Read the results of the check, update unless there is an overflow, and set the next loss scale.
 
-        ``was_launched``: whether the update was launched already, with ``found_inf``.
+        ``was_launched``: whether the update was launched with ``found_inf``.
         """
         optimizer = self.optimizer
         with profiled("found_inf to host"):
             reports = [one.check.all_ranks_report(result) for one, result in zip(runtimes, results, strict=True)]
-        controller = runtimes[0].controller if len(runtimes) == 1 else None  # it can run one model again
+        controller = runtimes[0].controller if len(runtimes) == 1 else None  # it can rerun one model only
         if controller is not None and reports[0].overflow:
             new_report = controller.handle_overflow(optimizer)
             if new_report is not None:
@@ -167,23 +165,22 @@ class StepGuard:
         with profiled("update"):
             if len(runtimes) == 1 and runtimes[0].weights.try_fused_update(
                 self.optimizer,
-                replaced_step=self._step_before,
+                replaced_step=self._wrapped_step,
                 updates=self._updates,
                 clipping=runtimes[0].check.clipping,
                 found_inf=found_inf,
             ):
                 return
             checks = [runtime.check for runtime in runtimes if runtime.check.clipping is not None]
-            # Each of several models has the norm of all gradients of the optimizer. Only one clips.
-            for check in checks[:1]:
-                check.apply_clipping()
+            if checks:  # each of several models has the norm of all gradients of the optimizer
+                checks[0].apply_clipping()
             with nullcontext() if found_inf is None else with_found_inf(self.optimizer, found_inf):
                 self._original_step()
             for runtime in runtimes:
                 runtime.weights.layout.refresh_working_copies(self.optimizer)
 
     def remove(self, runtime: StepRuntime) -> None:
-        """Stop guarding for one model; after the last one, restore the optimizer's ``step``."""
+        """Stop guarding for one model; after the last one, restore ``optimizer.step``."""
         self.runtimes.remove(runtime)
         if self.runtimes:
             return
@@ -194,15 +191,15 @@ class StepGuard:
         attributes.pop(_SUPPORTS_SCALING, None)
         if attributes.get("step") is self._guarded:
             del attributes["step"]
-        else:  # a later wrapper calls this one
+        else:  # a later wrapper stays
             self._attributes_before.pop("step", None)
         attributes.update(self._attributes_before)
 
 
 def guard_steps(optimizer: Any, runtime: StepRuntime) -> AttachedOptimizer:
-    """Guard the steps of ``optimizer`` for the model of ``runtime``; return the optimizer to step from now on.
+    """Guard ``optimizer``, or the one in accelerate's wrapper, for the model of ``runtime``.
 
-    If accelerate has wrapped it, the wrapped optimizer is guarded. Raises as :meth:`MixedPrecision.attach_optimizer`.
+    Returns the optimizer to step from now on. Raises as :meth:`MixedPrecision.attach_optimizer`.
     """
     if (accelerated := as_accelerated(optimizer)) is not None:
         accelerated.optimizer = guard_steps(accelerated.optimizer, runtime)
@@ -229,7 +226,6 @@ def _check_step(optimizer: Any, runtimes: list[StepRuntime]) -> None:
             "optimizer.step() was called during a backward, whose remaining gradients would be divided by the next "
             "loss scale: use free_gradients='backward' in a lean layout, or a precision that scales nothing (bf16)"
         )
-    # torch.amp.GradScaler sets found_inf on the optimizer, and calls its step in any case.
     if vars(optimizer).get("found_inf") is not None:
         optimizer.found_inf = optimizer.grad_scale = None
         raise RuntimeError(
