@@ -49,10 +49,10 @@ class ScaleProvider(Protocol):
 
 
 class _ScaleGradient(Function):
-    """Multiplies a gradient by a factor in FP32. The backward is the identity, :class:`_PassGradient`.
+    """Multiplies a gradient by S or 1/S in FP32. The backward is the identity, :class:`_PassGradient`.
 
-    The gradient of a gradient penalty enters the scaled graph through this backward. The chain rule would multiply it
-    by 1/S; the identity makes it S times its value, like all gradients in that graph.
+    With ``create_graph=True`` a penalty reads unscaled gradients, g = G/S of scaled ones G. Its own gradient is S times
+    its value where it enters the scaled graph, as all gradients there. The chain rule would multiply by 1/S.
     """
 
     @staticmethod
@@ -289,9 +289,10 @@ def unscaling_aliases(
 
 
 class AliasSetUse:
-    """Use of a set of aliases by one forward. The graph of the forward holds it.
+    """Use of an alias set (:class:`hf_mp.weights.slots.AliasSet`) by one forward; nodes of its graph reference it.
 
-    ``is_over`` is True after a backward that does not retain the graph: another forward may use the set.
+    The unscale nodes of the set have weak references. So the set is free for another forward if the graph is freed, or
+    if ``is_over``: a backward without ``retain_graph`` has run through the nodes.
     """
 
     def __init__(self, nodes: Iterable[Any], scale_provider: ScaleProvider) -> None:

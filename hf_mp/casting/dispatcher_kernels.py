@@ -110,7 +110,7 @@ def kernels_enabled(forward: Forward) -> Iterator[None]:
 
 
 def _include_keys(keys: Iterable[Any], are_included: bool) -> None:
-    # Others stay as a forward leaves them (a profiler's).
+    # Not a guard of torch, which would restore all keys: a forward may leave others included, as a profiler does.
     for key in keys:
         _set_excluded(key, not are_included)  # type: ignore[misc]
         _set_included(key, are_included)  # type: ignore[misc]

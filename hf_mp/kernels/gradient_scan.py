@@ -34,10 +34,10 @@ def scan_reference(tensors: Sequence[Tensor]) -> Scan:
 
 @torch.no_grad()
 def largest_magnitude(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the largest magnitude in all tensors, FP32 of shape (), on the device of the first.
+    """Return the largest magnitude in all tensors, FP32 of shape (), on the device of the first with elements.
 
-    Tensors are floating, dense or sparse. The result is 0 for no elements, NaN if there is one, otherwise ``inf`` if
-    there is one, also for FP64 values beyond FP32.
+    Tensors are floating, dense or sparse. Without elements the result is 0, on the CPU. A NaN among the elements makes
+    it NaN; otherwise an ``inf``, or an FP64 value beyond FP32, makes it ``inf``.
     """
     tensors = list(tensors)
     if (kernel := kernel_for("gradient_scan", tensors)) is not None:

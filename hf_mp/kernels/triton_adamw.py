@@ -212,9 +212,10 @@ class Update:
             for group, one in zip(groups, parameters, strict=True)
         ]
         self._formats = list(dict.fromkeys(formats))
-        self._kinds = tuple(map(self._formats.index, formats))
+        self._kinds = tuple(map(self._formats.index, formats))  # of each parameter, for table_of()
         self._numels = array("q", [one.gradient.numel() for one in parameters]).tobytes()
         states = list(map(_addresses_of, parameters))
+        # An address with its lowest bits 0 is aligned. So is a set of addresses, if those bits of their "or" are 0.
         self._alignments = tuple([functools.reduce(operator.or_, state) for state in states])
         rows = (*zip(*states, strict=True), [one.step.data_ptr() for one in parameters])
         self._columns = array("q", itertools.chain(*rows)).tobytes()
@@ -237,7 +238,7 @@ class Update:
         numbers = torch.empty((3, count), dtype=torch.float32, device=device)
         begin = 0
         with torch.cuda.device_of(numbers):  # Triton launches on the current device
-            # The host may not have read yet whether the last update was skipped.
+            # Steps are counted on the device: the host may not have read yet whether the last update was skipped.
             for group, size in zip(settings, self._counts, strict=True):
                 has_lr_at = isinstance(group.lr, Tensor)
                 lr_at, lr = (group.lr, 0.0) if has_lr_at else (numbers, group.lr)

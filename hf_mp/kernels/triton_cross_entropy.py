@@ -47,7 +47,7 @@ def update_max_and_sum(largest, total, values):
     shift = tl.where(tl.abs(new_largest) == float("inf"), 0.0, new_largest)
     # tl.maximum ignores NaN; the sum becomes NaN
     total = total * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
-    return tl.where(tl.abs(new_largest) == float("inf"), new_largest, shift), total
+    return new_largest, total
 
 
 @triton.jit

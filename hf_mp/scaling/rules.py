@@ -223,7 +223,7 @@ class HeadroomRule(ScaleRule):
         after a clean step with a level: scale = largest power of two with scale * level * 2**headroom <= 65504
         overflow:
             scale *= backoff_factor; a scale above 1 is lowered to no less than 1
-        overflow with a loss of inf or NaN, with any scale: no change
+        overflow with a loss of inf or NaN, or one that lowered the scale already: the scale and the level stay
 
     :class:`~hf_mp.scaling.scalers.HeadroomLossScaler` explains the settings.
     """
@@ -446,7 +446,9 @@ def scale_text(scale: float) -> str:
 
 @dataclass(frozen=True)
 class PrecisionStats:
-    """Statistics of mixed precision in this process. Steps of several optimizers between two backwards count as one.
+    """Statistics of mixed precision in a run. Steps of several optimizers between two backwards count as one.
+
+    After a resume, the counts continue those of the checkpoint.
 
     Attributes:
         steps: optimizer steps, skipped ones included.

@@ -288,7 +288,7 @@ class _Origins(TorchFunctionMode):
 
 
 class _Seeds(tuple[Any, ...]):
-    """Gradients that a backward starts from, if another one runs, and not that of :class:`_Other`."""
+    """Gradients from which a backward inside another one starts; carries facts to ``_engine_run_backward``."""
 
     are_implicit: list[bool]  # whether torch made the gradient: 1, for a loss
 

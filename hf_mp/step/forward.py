@@ -110,6 +110,8 @@ class ForwardContext:
             backward, which runs inside the forward.
         began_without_grad: whether gradients are disabled and no call observer is active. If gradients are enabled
             later, :class:`AttachedAutocast` and the kernels cast weights again, with a graph.
+        lowers_caches: whether key/value caches store 16-bit keys and values (:mod:`hf_mp.casting.kv_cache`).
+        is_dispatched: whether the dispatcher kernels make the calls, instead of the function mode.
         output_hooks: of observers, called with the outputs.
     """
 
@@ -153,7 +155,7 @@ class ForwardContext:
                 # With FSDP2, autograd recomputes copies instead of saving them.
                 with store.layout.saving_for_backward(), kernels, self.autocast:
                     yield
-                if self.is_dispatched:  # compiled code of this forward contains the casts of the kernels
+                if self.is_dispatched:  # drop code that torch.compile made in this forward: it contains the casts
                     self.autocast.discard_compiled_frames()
         finally:
             store.threads.remove(ident)

@@ -282,7 +282,8 @@ class GradientCheck:
         if not math.isfinite(max_norm) or (can_read and max_norm / (norm + 1e-6) >= 1):
             return  # the factor is 1
         self.clipping = Clipping(parameters, max_norm, norm)
-        # A norm beyond FP32 clips finite gradients to 0, as in torch.
+        # A norm beyond FP32 clips finite gradients to 0, as in torch. The check of the step must see the zeros, not the
+        # gradients before. On a GPU the norm is not read.
         if can_read and not norm.isfinite() and all_finite(local_parts(self.gradients(parameters))):
             self.apply_clipping()
             self._measured = None  # measured before clipping

@@ -193,9 +193,9 @@ class MixedPrecision(StepRuntime):
 
     def detach(self) -> None:
         """Restore an ordinary FP32 model and its optimizers."""
-        # In reverse order: each forward restores the one that it replaced.
-        for forward in filter(None, [reference() for reference in reversed(self.forwards)]):
-            forward.remove()
+        for reference in self.forwards:
+            if (forward := reference()) is not None:
+                forward.remove()
         self.scaler.finish_pending_step()
         for guard in self.guards:
             guard.remove(self)

@@ -267,10 +267,10 @@ class StepRuntime:
         return iteration
 
     def _attribute_overflow(self, optimizer: Optimizer, report: StepReport) -> StepReport:
-        """Return ``report``, with ``may_be_scale=False`` if S was lowered for this overflow.
+        """Return ``report``, with ``may_be_scale=False`` if another optimizer has reported the same overflow.
 
-        An optimizer that accumulates over more backwards reports an overflow in a later iteration. So for a new one,
-        record the other optimizers with overflowing gradients.
+        One overflow lowers S once. Optimizers that accumulate over different numbers of backwards report it in
+        different iterations. So the first report records which other optimizers have overflowing gradients.
         """
         was_reported = id(optimizer) in self._reported
         self._reported.discard(id(optimizer))

@@ -30,11 +30,15 @@ class LossScaleProvider:
         return self.scaler.scale_and_inverse(device).scale if self._runtime.check.is_scaled else None
 
     def inverse_scale_for(self, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor | None:
-        """Return 1/S, or None in a precision without loss scaling, or by the backward that runs.
+        """Return 1/S if the gradients that reach ``node`` are multiplied by S, otherwise None.
 
-        - A backward that a custom backward runs: :meth:`_inverse_scale_in`.
-        - Any other, inside a backward through an output of the model or that backward itself: 1/S.
-        - In code that recomputes, or if the backward reached no output: None, because S was not applied.
+        In the order of the code:
+
+        1. The precision has no loss scale: None.
+        2. A custom backward runs this backward: :meth:`_inverse_scale_in`.
+        3. A backward through an output of the model runs, this one or one around it: 1/S. Code that recomputes a part
+           of a forward is excepted: its gradients are not scaled.
+        4. The backward has reached no output, so S was not applied: None. Warns if gradients reach ``.grad``.
         """
         check = self._runtime.check
         if not check.is_scaled:
@@ -57,9 +61,10 @@ class LossScaleProvider:
         return None
 
     def _inverse_scale_in(self, nested: Any, device: torch.device, node: Any, indices: Sequence[int]) -> Tensor | None:
-        """Return 1/S if ``nested`` is scaled and accumulates, otherwise None.
+        """As :meth:`inverse_scale_for`, for a backward ``nested`` that a custom backward runs.
 
-        The custom backward returns gradients of ``torch.autograd.grad`` to the scaled graph around it.
+        If it adds to ``.grad``, the gradients leave the scaled graph: 1/S. Gradients of ``torch.autograd.grad`` go back
+        to it, because the custom backward returns them: None. They are recorded, and must not be written to ``.grad``.
         """
         if nested.is_scaled and nested.accumulates:
             return self.scaler.scale_and_inverse(device).inverse

@@ -183,7 +183,9 @@ _NOT_A_USE = OF_THE_TENSOR_ITSELF - {Tensor.detach} | {torch.autograd.grad}
 def _alias_external(
     weights: ForwardWeights, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    if is_compiling_or_transforming():  # torch.func: kernels cannot cast; all tensors are of the forward
+    """Return the arguments of a call with aliases of external tensors; the next forward is intercepted if there are."""
+    if is_compiling_or_transforming():
+        # All tensors are of the forward. The mode must cast in the next one too, because kernels cannot.
         weights.next_intercepts = True
         return args, kwargs
     external = weights.external
@@ -199,8 +201,11 @@ def _alias_external(
 def _with_gradients(
     handler: Callable[..., Any], mode: AttachedAutocast, name: str, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Make a call with gradients enabled in a forward that began without."""
+    """Make a call with gradients enabled in a forward that began without.
+
+    Working copies have no graph there, so that their weights are cast again, with a graph.
+    """
     if (weights := mode.weights) is not None:
-        weights.next_intercepts = True  # also with kernels: matmuls of experts
+        weights.next_intercepts = True  # kernels would not see a slot that holds the copy, as of stacked experts
         args, kwargs = apply_to_tensors(weights.slots.recast_with_grad, (args, dict(kwargs)))
     return handler(mode, name, func, args, kwargs)

@@ -34,9 +34,10 @@ class ForwardWeights:
         self.intercepts_calls = self.intercepts_by_key.get(self.key, True)
 
     def finish(self, results: Sequence[Tensor]) -> None:
-        """Unscale at the edges from the graph of ``results`` to external tensors.
+        """Add unscale hooks at the edges from the graph of ``results`` to external tensors.
 
-        Then later forwards are intercepted, because edges of a second derivative would be made after this.
+        If there is such an edge, later forwards with this key are intercepted: a backward with ``create_graph=True``
+        makes edges of a second derivative, which hooks of this call cannot reach.
         """
         # The first forward with a key writes False or True, later ones only True.
         if self.next_intercepts or self.key not in self.intercepts_by_key:

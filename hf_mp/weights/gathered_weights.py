@@ -45,7 +45,9 @@ class GatheredSlots(WeightSlots):
                 if module._compiled_call_impl is None:
                     self._handles.append(module.register_forward_pre_hook(self._fill))
                     self._handles.append(module.register_forward_hook(self._restore_gathered, always_call=True))
-        if self._computes_on_shards:  # now they are filled; FSDP2's slots are restored before __exit__ compares
+        # __exit__ compares versions. Those of the base class are of no slot, because _fill() has filled them since.
+        # FSDP2's slots are restored before __exit__.
+        if self._computes_on_shards:
             self._versions = [value._version for _, value in self._filled]
 
     def _fill(self, gathered: nn.Module, *args: Any) -> None:
@@ -55,7 +57,9 @@ class GatheredSlots(WeightSlots):
             for slot in slots:
                 if slot.weight.dtype in LOWER_PRECISION_DTYPES and slot.weight.requires_grad:
                     slot.weight.grad_dtype = torch.float32
-            if self._computes_on_shards:  # Transformers < 5.23 sums a norm's .grad as soon as its backward has run
+            # Transformers < 5.23 sums the .grad of a norm over ranks as soon as its backward has run. In a group it
+            # would wait for gradients of other weights.
+            if self._computes_on_shards:
                 self.groups_weights = False
             new = [slot.weight for slot in slots if slot.has_copy and id(slot.weight) not in self.aliases]
             copies = self.layout.working_copies(new)

@@ -38,7 +38,8 @@ class UncachedCopies:
         copy = parameter.detach().to(self.dtype, copy=True)
         storage = copy.untyped_storage()
         self._by_storage[storage._cdata] = parameter
-        # With the storage, before its address is reused. `copy` is freed earlier: the forward has an alias.
+        # Remove the entry when the storage is freed, before its address is reused. The forward aliases the storage, and
+        # may keep it longer than `copy`.
         weakref.finalize(storage, self._by_storage.pop, storage._cdata)
         return copy
 

@@ -279,8 +279,8 @@ class WeightSlots:
         return original_of(tensor) if aliases is None else aliases.weight
 
     def keep_alias_set_in_use(self, results: Sequence[Tensor]) -> None:
-        """Reserve the alias set while the graph of ``results`` exists."""
-        with torch._C.DisableTorchFunctionSubclass():  # a deferred output would be cast
+        """Reserve the alias set while the graph of ``results`` exists: their nodes get a reference to its use."""
+        with torch._C.DisableTorchFunctionSubclass():  # a read of a DeferredOutput would cast it
             nodes: list[Any] = [node for result in results if (node := result.grad_fn) is not None]
         for node in nodes:
             node.alias_set_use = self.alias_set_use

@@ -70,7 +70,8 @@ class SplitLayout(WeightLayout):
     ) -> None:
         """Move the gradients of split ``weights`` from ``uses`` to the parameters; autograd accumulates the others.
 
-        ``uses`` has one gradient for each alias of a weight (in its slot, and of its working copy).
+        ``uses`` has one gradient for each alias of a weight (in its slot, and of its working copy). On a GPU each
+        parameter also gets the list of those of its node, so that a read of ``.grad`` unscales all in two launches.
         """
         # DDP takes a parameter without .grad as unused, and these gradients are stored outside of .grad.
         hooks_finding_unused = [hook for hook in self._comm_hook_by_ddp.values() if hook.finds_unused]

@@ -216,7 +216,7 @@ class SplitParameter(StoredIn16Bits, nn.Parameter):
         return self.fp32_value()
 
     def reset_written_remainders(self) -> None:
-        """Set the remainders of elements that other code has written to 0: without a snapshot, all."""
+        """Zero the remainders of elements that other code wrote; without a snapshot to compare with, all of them."""
         version = version_of(self)
         if self._snapshot is not None:
             _reset_where_changed(self.remainder_bits, DATA.__get__(self), self._snapshot)

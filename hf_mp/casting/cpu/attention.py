@@ -133,7 +133,7 @@ class _Attention(Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Any) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.settings, ctx.random = settings, torch.get_rng_state()
-        # In the memory layout of the query, after Transformers' transpose(1, 2) that of the next matmul.
+        # With the strides of the query: after a transpose(1, 2), as in Transformers, the result is contiguous.
         result = torch.empty_like(query[..., :1].expand(*query.shape[:3], value.shape[-1]))
         for place in _blocks(query, key):
             heads = [tensor[place].float() for tensor in (query, key, value)]
