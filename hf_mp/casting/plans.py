@@ -50,4 +50,8 @@ def with_rules(plan: Plan, ops: OpRules, dtype: torch.dtype) -> Plan:
     for func, entry in ruled.items():
         if entry.rule is CastRule.UNLISTED:
             ruled[func] = _COMPOSITES.get(func, entry)  # decomposed, as without a rule
-    return {**plan, **(ruled if runs_natively(dtype, "cpu") else upcast_plan(ruled))}
+    if not runs_natively(dtype, "cpu"):
+        ruled = upcast_plan(ruled)
+    elif not runs_natively(dtype, "cpu", "conv"):
+        ruled = upcast_plan(ruled, "conv")
+    return {**plan, **ruled}

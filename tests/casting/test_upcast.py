@@ -292,11 +292,14 @@ class TestNativeProducts:
         assert runs_natively(FP16, "cpu", "linear") and runs_natively(BF16, "cpu", "conv2d")
         assert runs_natively(FP16, "cuda", "conv2d")
 
-    def test_the_gradient_of_an_fp16_convolution_is_one_of_fp32(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("rules", [None, {torch.conv2d: "lower_precision"}])
+    def test_the_gradient_of_an_fp16_convolution_is_one_of_fp32(
+        self, rules: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(through_fp32, "CPU_PRODUCTS", {FP32: True, FP16: True, BF16: True})
         model = nn.Conv2d(3, 4, 3)
 
-        with autocast(FP16):
+        with autocast(FP16, rules=rules):
             output = model(torch.randn(2, 3, 6, 7))
         assert output.dtype is FP16
         with Dispatched("convolution_backward") as seen:
