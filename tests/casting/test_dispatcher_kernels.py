@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from mixtures import make as make_mixture
 from native_casts import kernels as kernels
 from tiny import Using, copies, linear, same
@@ -91,8 +92,9 @@ def train(make: Callable[[], nn.Module], inputs: dict[str, Tensor], precision: s
     return found
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-lean", "fp16", "fp16-lean"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "precision"), covering(MODELS, ["bf16", "bf16-lean", "fp16", "fp16-lean"], together=1)
+)
 def test_training_and_reading_are_those_of_the_mode(kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Any] = []
     enter = dispatcher_kernels.kernels_enabled
