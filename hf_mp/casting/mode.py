@@ -76,7 +76,8 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         dtype: ``torch.float16`` (default), ``torch.bfloat16`` or ``torch.float32`` (nothing is lowered), or a name:
             ``"fp16"``, ``"bfloat16"``.
         enabled: False switches autocast off inside an outer one; default True.
-        cache_enabled: None (default) casts a trained weight when it changes, False at each use.
+        cache_enabled: None (default) casts a trained weight once, and again when it changes. False casts it at each
+            use.
         tables: op lists: torch's for ``"cuda"`` (default, on every device) or ``"cpu"``, or ``"compact"``: those for
             CUDA without the FP32 copies that kernels do not need (softmax, RMSNorm in 16 bits).
         rules: user rules by op and by module name (:func:`hf_mp.casting.rules.parse_rules`), for example
@@ -86,7 +87,7 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
     Raises:
         TypeError: if ``dtype`` is no ``torch.dtype`` and no name of one, or the key of a rule is no torch function.
         ValueError: for another dtype, an unknown device, table set or rule, or a rule that matches no module.
-        RuntimeError: on entering, if ``torch.autocast`` is active.
+        RuntimeError: on entering, if ``torch.autocast`` is active: each would cast the results of the other.
     """
 
     module: nn.Module | None = None  # the module with a dtype rule that it runs, if any

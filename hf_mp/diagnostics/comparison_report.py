@@ -39,7 +39,7 @@ class PrecisionComparison:
 
     Attributes:
         model: name of the model's class.
-        batches: their number.
+        batches: number of batches.
         positions: number of compared tokens (or samples).
         errors: for each precision and its rules.
         notes: further observations.

@@ -53,7 +53,7 @@ class TrainingCheck:
 
     @property
     def lost_share(self) -> float | None:
-        """From 0 to 1; None if the learning rate does not determine the size of updates."""
+        """Share of lost updates, from 0 to 1; None if the learning rate does not determine the size of updates."""
         measured = [(one.elements, one.lost_share) for one in self.parameters if one.lost_share is not None]
         return mean(measured) if measured else None
 
@@ -95,8 +95,8 @@ def check_training(model: nn.Module, optimizer: Optimizer) -> TrainingCheck:
         A :class:`TrainingCheck`.
 
     Raises:
-        TypeError: for other types.
-        ValueError: if the model has no parameter of the optimizer.
+        TypeError: for anything but a module and an optimizer.
+        ValueError: if no parameter of the optimizer belongs to the model.
     """
     optimizer, trained = _trained_parameters(model, optimizer)
     groups = [group for _, _, group in trained]

@@ -23,7 +23,7 @@ class OverflowReport:
     Fields about FP32, BF16, rules and smaller scales are None if that was not tried.
 
     Attributes:
-        step: from 1.
+        step: number of the optimizer step, from 1.
         micro_batch: number of the backward in the step, from 1.
         micro_batches: backwards in the step.
         rank: in distributed training; else 0.

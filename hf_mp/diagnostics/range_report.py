@@ -22,7 +22,7 @@ class RangeReport:
     Attributes:
         model: class name.
         precision: the policy.
-        batches: their number.
+        batches: number of batches.
         ops: every op by module, in the order of the forward.
         rules: for any ``rules=`` of hf_mp: they keep all ops in range with 2 doublings to spare.
         notes: further observations.

@@ -32,7 +32,7 @@ _TRIES = 3  # at scales 2**8 apart, if gradients overflow at the current one
 
 
 class ScaleLeakError(RuntimeError):
-    """Gradients change with the loss scale. The message names the parameters, with advice."""
+    """Gradients change with the loss scale, so they are wrong. The message names the parameters, with advice."""
 
 
 def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
@@ -48,8 +48,8 @@ def check_gradients(model: nn.Module | MixedPrecision, batch: Any, loss: Callabl
 
     Raises:
         TypeError: if ``model`` is neither.
-        ValueError: for a model that is not attached, or without a loss.
-        ScaleLeakError: if gradients differ.
+        ValueError: if the model is not attached, or returns no loss and ``loss`` is not given.
+        ScaleLeakError: if gradients differ; names the parameters by cause.
     """
     runtime = runtime_of(model)
     attached = runtime.model

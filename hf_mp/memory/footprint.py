@@ -49,8 +49,9 @@ class MemoryFootprint:
     """Memory of a model by tensor; returned by :func:`memory_footprint`.
 
     Attributes:
-        rows: all tensors.
-        transformers_bytes: as Transformers' ``get_memory_footprint()``: parameters and buffers, also offloaded ones.
+        rows: all tensors, in the order of the modules.
+        transformers_bytes: as Transformers' ``get_memory_footprint()``: parameters and buffers, also offloaded ones,
+            without quantization state.
         by_module: bytes of each module with its submodules; ``""`` for the model.
     """
 
@@ -64,7 +65,7 @@ class MemoryFootprint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all storages, without ``meta`` tensors (offloaded weights of accelerate)."""
+        """Bytes of all storages, each once, without ``meta`` tensors (offloaded weights of accelerate)."""
         return sum(row.counted_bytes for row in self.rows)
 
     @property

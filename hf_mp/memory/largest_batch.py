@@ -22,9 +22,9 @@ class LargestBatch:
     """The largest batch that fits.
 
     Attributes:
-        batch_size: 0 if none fits.
+        batch_size: the largest that fits; 0 if none does.
         peak_bytes: its peak; None for 0.
-        next_peak_bytes: the peak with one more sequence.
+        next_peak_bytes: the peak with one more sequence, which does not fit.
         memory_bytes: available memory.
     """
 

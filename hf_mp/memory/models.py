@@ -271,8 +271,8 @@ def load(
 
     Raises:
         ValueError: for an unknown precision, or a model that cannot be loaded.
-        TypeError: for a ``dtype`` or ``quantization_config``.
-        ImportError: if bitsandbytes is missing.
+        TypeError: for a ``dtype`` or ``quantization_config`` in addition to ``precision``.
+        ImportError: if bitsandbytes is needed and missing.
     """
     dtype = parse_precision(precision).dtype
     config = find_config(model_name_or_path)

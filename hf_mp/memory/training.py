@@ -58,11 +58,12 @@ class TrainingMemory(StepProfile):
 
     Attributes:
         model: class name.
-        parameters: number.
+        parameters: number of parameters.
         settings: of the step.
         device: ``"cpu"`` or ``"cuda"``.
         measured: whether the tensors were real.
-        peak_bytes, peak_phase, peak_op: of all tensors together.
+        peak_bytes: of all tensors together.
+        peak_phase, peak_op: phase and op in which the peak is reached.
         bytes_by_category: bytes of each :class:`Category` at the peak.
         by_phase: the same at the peak of forward, backward and update.
         allocator_peak_bytes: peak of CUDA's allocator, with workspaces of kernels; None if estimated or on a CPU.
@@ -120,8 +121,8 @@ def estimate_training_memory(
         precision: one of :data:`hf_mp.memory.precisions.TRAINING_PRESETS`; default ``"fp16"``.
         batch_size: sequences in a forward, without padding; default 1.
         seq_len: tokens in a sequence; default: the positions of the model, at most 1024.
-        accumulation_steps: micro-batches; default 1.
-        gradient_checkpointing: default False.
+        accumulation_steps: micro-batches in one update; default 1.
+        gradient_checkpointing: recompute blocks in backward; default False.
         optimizer: a name of ``TrainingArguments(optim=...)``; default: the preset's, else ``"adamw_torch_fused"``, with
             ``parallel="tp"`` ``"adamw_torch"``.
         free_gradients: as for :class:`hf_mp.MixedPrecision`, with the Trainer's clipping; default ``"step"``.

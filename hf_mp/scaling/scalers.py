@@ -37,7 +37,8 @@ class StaticLossScaler(LossScaler[StaticRule]):
 
     Args:
         scale: the loss scale; scaling is exact for a power of two. 1 means no scaling.
-        max_consecutive_skips, enabled: as for :class:`LossScaler`.
+        max_consecutive_skips: skipped steps in a row after which :class:`LossScaleError` is raised; default 50.
+        enabled: False disables scaling and skipping; default True.
 
     Raises:
         ValueError: for a scale that is not positive and finite.
@@ -48,7 +49,9 @@ class StaticLossScaler(LossScaler[StaticRule]):
 
 
 class DynamicLossScaler(LossScaler[DynamicRule]):
-    """The dynamic loss scale of ``torch.amp.GradScaler`` (Micikevicius et al. 2017, section 3.2).
+    """The dynamic loss scale of ``torch.amp.GradScaler``: halved on an overflow, doubled after clean steps.
+
+    Micikevicius et al. 2017, section 3.2.
 
     Algorithm::
 
@@ -71,7 +74,9 @@ class DynamicLossScaler(LossScaler[DynamicRule]):
         min_scale: lower bound; default 2**-48, where FP16's largest number is an unscaled gradient of 2**64, with which
             every step is skipped. 0 means FP32's bound, 2**-126.
         max_scale: upper bound of growth; default None: FP32's.
-        max_consecutive_skips, enabled: as for :class:`LossScaler`.
+        max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
+            default 50.
+        enabled: False disables scaling and skipping; default True.
 
     A factor or scale that is not a power of two costs a warning, because scaling then rounds. A ``backoff_factor`` of 0
     or less lowers the scale to ``min_scale``; torch's scale would become 0 or negative.
@@ -160,7 +165,9 @@ class HeadroomLossScaler(LossScaler[HeadroomRule]):
         min_scale: lower bound; default 2**-48, as for :class:`DynamicLossScaler`. 0 means FP32's bound.
         max_scale: upper bound; default 2**40; None means FP32's.
         largest: largest number of the dtype of the gradients; default FP16's, 65504.
-        max_consecutive_skips, enabled: as for :class:`LossScaler`.
+        max_consecutive_skips: skipped steps in a row at ``min_scale`` after which :class:`LossScaleError` is raised;
+            default 50.
+        enabled: False disables scaling and skipping; default True.
 
     After the first update the scale is a power of two. Other bounds are moved inwards to the nearest power of two.
 

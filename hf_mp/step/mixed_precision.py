@@ -168,7 +168,7 @@ class MixedPrecision(StepRuntime):
 
         Returns:
             The optimizer to use from now on: the same one; in the lean layouts a :class:`MasterWeightOptimizer` of it.
-            Loops of any precision can read its ``step_was_skipped``.
+            Its ``step_was_skipped`` is whether its last step was skipped, in any precision.
 
         Raises:
             TypeError: if ``optimizer`` is not one optimizer.
@@ -187,12 +187,12 @@ class MixedPrecision(StepRuntime):
         """Update the working copies after a write to weights that hf_mp cannot detect.
 
         Such writes are those through NumPy (``parameter.detach().numpy()[...] = value``), DLPack, a storage or C++
-        code; not those of torch functions, optimizers, and through ``parameter.data``.
+        code. Writes by torch functions, through ``parameter.data`` and by optimizers are detected.
         """
         self.weights.layout.refresh()
 
     def detach(self) -> None:
-        """Restore an ordinary FP32 model and its optimizers."""
+        """Restore an ordinary FP32 model and its optimizers, without hooks, wrappers and copies."""
         for reference in self.forwards:
             if (forward := reference()) is not None:
                 forward.remove()

@@ -159,11 +159,14 @@ class MasterWeightOptimizer(Optimizer):
         return master
 
     def refresh(self) -> None:
-        """Have the next step find undetectable writes to parameters (NumPy, DLPack, C++), which it would overwrite."""
+        """Update the masters with undetectable writes to FP16/BF16 parameters, before the next step overwrites them.
+
+        Needed only after a write through NumPy, DLPack, a storage or C++ code.
+        """
         self._masters.update({parameter: (master, None) for parameter, (master, _) in self._masters.items()})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.add_param_group``."""
+        """As ``torch.optim.Optimizer.add_param_group``; FP16/BF16 parameters get masters as well."""
         self.optimizer.add_param_group(param_group)
         self._mark_split(self.param_groups[-1]["params"])
 
@@ -204,7 +207,10 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_on(self, parameters: list[nn.Parameter], found_inf: Tensor | None = None) -> None:
-        """Update these parameters without the hooks of a step; with ``found_inf``, as the attribute of :meth:`step`."""
+        """Update only these parameters, without the hooks of a step.
+
+        If ``found_inf`` is not 0, the device skips the update. With ``found_inf``, no gradient is freed.
+        """
         with as_stored():
             stepped = fused_step_split(self.optimizer, parameters, self._updates, found_inf)
             left = [p for p in parameters if id(p) not in stepped and has_gradient(p)] if stepped else parameters
