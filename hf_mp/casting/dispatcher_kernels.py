@@ -99,6 +99,8 @@ def kernels_enabled(forward: Forward) -> Iterator[None]:
     were_included = _is_included(_key())  # type: ignore[misc]  # by an outer forward
     if plan is not None:
         copies = None if forward.weights is None else forward.weights.slots.native_copies
+        # native.cpp reads working copies from `copies`. In a forward without gradients it leaves calls that enable them
+        # to Python.
         plan.enter(copies, forward.began_without_grad)
     _include_keys(keys, True)
     try:

@@ -183,7 +183,11 @@ class autocast(TorchFunctionMode, contextlib.ContextDecorator):
         return self.enabled
 
     def with_module_rules(self, module: nn.Module | None, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``forward`` to apply the rules of ``module``: its forward pre-hooks ran before ``__enter__``."""
+        """Wrap ``forward`` to apply the rules of ``module``, the outermost one.
+
+        ``__enter__``, which adds the hooks of rules, runs inside a call of ``module``: its pre-hooks have run, and its
+        forward hooks find no rule to leave.
+        """
         rules = [rule for rule in self._active_rules if rule.module is module]
 
         def run(*args: Any, **kwargs: Any) -> Any:

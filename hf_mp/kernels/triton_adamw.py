@@ -52,7 +52,11 @@ def merge_fp16(working, remainder):
 
 @triton.jit
 def split_fp16(value):
-    """Round ties to even, and the remainder towards zero. Infinities and NaN have a remainder of 0."""
+    """Round ties to even, and the remainder towards zero. Infinities and NaN have a remainder of 0.
+
+    The remainder is the rounding error in units of :func:`unit_bits`. ``largest`` is FP32's largest number below 65520,
+    which would round to inf (``FP16_LARGEST_MASTER`` in ``kernels/split.py``).
+    """
     is_finite = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
     largest = 65520.0 - 0.00390625
     bounded = tl.where(is_finite, tl.minimum(tl.maximum(value, -largest), largest), value)

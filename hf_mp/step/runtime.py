@@ -124,7 +124,7 @@ class StepRuntime:
         STEP_HOOK.add(self)
 
     def _set_autocast(self, model: nn.Module | None) -> None:
-        """Set an autocast for ``model``, and reset the uses of weights to its lower-precision ops."""
+        """Set an autocast for ``model``; the weight store finds anew which weights its lower-precision ops read."""
         rules = rules_for(model, self.policy, self.rules)
         self.autocast = AttachedAutocast(self.policy.compute, model=model, rules=rules, tables=self._tables)
         if self.policy.exact_generation:
@@ -239,7 +239,8 @@ class StepRuntime:
     def report_step(self, optimizer: Optimizer, report: StepReport, *, was_skipped: bool) -> None:
         """Report a step of ``optimizer`` to observers and scaler, which sets S.
 
-        Steps of several optimizers between two backwards set it once, from all reports, and count as one.
+        The steps of several optimizers between two backwards are one iteration. Each resets S and the statistics to
+        those before the iteration, and applies all its reports again. So they change S once, and count as one step.
         """
         if report.overflow:
             report = self._attribute_overflow(optimizer, report)
@@ -250,7 +251,7 @@ class StepRuntime:
         used_scale = self.scaler.get_scale()
         for observer in self.observers:
             observer.on_step_finished(report)
-        try:  # adds `report` to `iteration.reports`
+        try:  # update_scale() joins the same iteration, and adds `report` to `iteration.reports`
             names = partial(names_of_overflowing, self.weights, self.model)
             self.scaler.update_scale(report, names, self._overflow_advice, optimizer=key)
         finally:  # so that the log has a step that raises

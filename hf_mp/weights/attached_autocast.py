@@ -106,7 +106,11 @@ class AttachedAutocast(autocast):
         return (forward := self.forward) is None or not forward.is_dispatched or self.must_intercept_all()
 
     def planned(self, func: Callable[..., Any]) -> PlanEntry:
-        """Return the plan entry for a call of ``func``."""
+        """Return the plan entry for a call of ``func``.
+
+        In a nested autocast, that has cast the arguments already. If a forward that began without gradients has enabled
+        them, weights are cast with a graph.
+        """
         entry = self._plan.get(func, UNCHANGED)
         if entry.rule not in ALWAYS_HELD and state.active[-1] is not self:  # in a nested autocast
             entry = self.plan_for_nested(entry)

@@ -106,23 +106,35 @@ def read_in_fp32(
     kwargs = kwargs or {}
     first = args[0] if args else None
     with as_stored():
-        is_view = (
-            func in _VIEWS and isinstance(first, StoredIn16Bits) and (func in _DETACHES or not _needs_graph(first))
-        )
-        view = _view(func, first, args[1:], kwargs) if is_view else None
-        if view is not None:
-            return view
-        finds_node = func in _FINDS_NODES and len(args) == 2 and args[1] is first
-        if not is_view and (func in _OF_THE_TENSOR_ITSELF or finds_node):
+        if _is_view_without_graph(func, first):
+            view = _view(func, first, args[1:], kwargs)
+            if view is not None:
+                return view
+        elif _reads_no_value(func, args):
             return func(*args, **kwargs)
         targets, tensors = _written_tensors(func, args, kwargs), list(tensors_in((args, kwargs)))
-        # torch raises for a write to a leaf that requires a gradient. torch.nn.init disables gradients inside.
-        is_error = getattr(func, "__module__", "") != "torch.nn.init" and any(map(_needs_graph, targets))
-        if is_error or _computes_in_16_bits(tensors):
-            for tensor in targets:
+        if _is_refused_by_torch(func, targets) or _computes_in_16_bits(tensors):
+            for tensor in targets:  # the owner finds the written elements by it
                 tensor.owner.take_snapshot()
             return func(*args, **kwargs)
     return _call_on_fp32(func, args, kwargs, targets, tensors)
+
+
+def _is_view_without_graph(func: Callable[..., Any], tensor: Any) -> bool:
+    if func not in _VIEWS or not isinstance(tensor, StoredIn16Bits):
+        return False
+    return func in _DETACHES or not _needs_graph(tensor)
+
+
+def _reads_no_value(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    finds_node = func in _FINDS_NODES and len(args) == 2 and args[1] is args[0]
+    return finds_node or func in _OF_THE_TENSOR_ITSELF
+
+
+def _is_refused_by_torch(func: Callable[..., Any], targets: list[Any]) -> bool:
+    """Whether torch raises, because ``func`` writes to a leaf that requires a gradient."""
+    # torch.nn.init disables gradients inside.
+    return getattr(func, "__module__", "") != "torch.nn.init" and any(map(_needs_graph, targets))
 
 
 def _call_on_fp32(

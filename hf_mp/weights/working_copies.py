@@ -71,11 +71,11 @@ class WorkingCopies:
             return self._make(parameter).copy
         was_untracked = type(parameter) is nn.Parameter  # another model with this parameter was detached
         track_data_writes(parameter)
-        now = version_and_address(parameter)
+        now = version_and_address(parameter)  # version -1: an inference tensor, of which writes are not counted
         may_be_unchanged = now[0] != -1 and entry.source[:2] == now[:2]
         if not may_be_unchanged:
             _refresh([(entry, parameter)])
-        elif was_untracked or entry.source != now:  # there may be unseen writes
+        elif was_untracked or entry.source != now:  # the third item counts writes through .data: compare the values
             _refresh_if_changed(entry, parameter)
             entry.source = now
         return entry.copy

@@ -90,7 +90,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
     if is_compiling_or_transforming():
         matrix = _transposed_if(weight, transposed)
         return F.linear(x, matrix, bias) if native else run_through_fp32(F.linear, (x, matrix, bias), {}, x.dtype)
-    # ``target.alias``, here ``weight``, is multiplied. ``target.weight``, input 1 of the node, receives the gradient.
+    # In an attached model ``weight`` is a working copy behind an unscale node, and ``target.weight`` the FP32 weight.
+    # That is input 1 of this node, so that its gradient goes past the unscale node and is never a 16-bit tensor.
     target = gradient_target(weight)
     return _Matmul.apply(x, target.weight, bias, target, transposed, native)
 
@@ -106,11 +107,13 @@ class _Matmul(Function):
         transposed: bool,
         native: bool,
     ) -> Tensor:
+        # ``weight`` is not read: it receives the gradient. ``target.alias`` is multiplied.
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, target.alias if needs_x else None)
         ctx.x_shape, ctx.weight_shape, ctx.weight_dtype = x.shape, weight.shape, weight.dtype
         ctx.transposed, ctx.native, ctx.scale_provider = transposed, native, target.scale_provider
-        # Inputs with gradients that this backward unscales, so that add_unscale_hooks() does not.
+        # scale_boundary.add_unscale_hooks() would add a hook at the edge to the FP32 weight, a leaf. It skips those
+        # listed here, because this backward unscales their gradients.
         ctx.unscaled_inputs = (1,) if needs_weight and target.scale_provider is not None else ()
         matrix = _transposed_if(target.alias, transposed)
         rows = x.reshape(-1, x.shape[-1])
@@ -136,10 +139,10 @@ class _Matmul(Function):
 
 def _weight_gradient(ctx: Any, gradient: Tensor, x: Tensor, matmul: Callable[..., Tensor]) -> Tensor:
     """Return the gradient of ``target.weight``: rounded to 16 bits, then unscaled in the dtype of the weight."""
-    inverse = None
+    inverse = None  # 1/S, or None for 1, as for an unscale node
     if ctx.unscaled_inputs:
         inverse = ctx.scale_provider.inverse_scale_for(gradient.device, node=ctx, indices=ctx.unscaled_inputs)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # create_graph=True
         whole = _transposed_if(matmul(gradient.t(), x), ctx.transposed)
         return scale_gradient(whole, inverse, ctx.scale_provider).to(ctx.weight_dtype)
     result = gradient.new_empty(ctx.weight_shape, dtype=ctx.weight_dtype)
