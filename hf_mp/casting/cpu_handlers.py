@@ -39,12 +39,15 @@ def through_fp32(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwa
 
 def native_product(mode: Mode, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a matmul that the CPU supports; :func:`multiply` writes the gradient of a large weight."""
-    # Most weights are small, and to parse the call costs more.
+    # Most weights are small and no views, and to parse the call costs more.
     position = WEIGHT_POSITIONS[name]
-    if is_expert_linear(name, args) and not is_compiling_or_transforming():
+    weight: Any = args[position] if len(args) > position else None
+    is_tensor = isinstance(weight, Tensor)
+    is_view = is_tensor and weight._base is not None
+    if is_view and is_expert_linear(func, args, kwargs) and not is_compiling_or_transforming():
         args, kwargs = cast_all(mode, mode.dtype, args, kwargs)
         return padded_linear(func, args, kwargs)
-    is_small = len(args) > position and isinstance(args[position], Tensor) and args[position].numel() < MIN_ELEMENTS
+    is_small = is_tensor and weight.numel() < MIN_ELEMENTS
     if not is_small and torch.is_grad_enabled():
         call = parse_matmul(name, func, args, kwargs)
         if call is not None and call.weight.numel() >= MIN_ELEMENTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,6 +106,39 @@ def test_an_attached_model_pads(tokens: int, ends: list[int] | None, rows: int) 
     assert seen == {rows}
     value, gradient, _ = results_of(expected, x, offsets)
     assert_equal(tuple(found), (value, gradient))
+
+
+class Operators(nn.Module):
+    """Multiplies rows by the weight of an expert, through operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(integers(3, 60, 8, seed=1))
+
+    def forward(self, x: Tensor, call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return call(x, self.weights[1])
+
+
+def written_out(x: Tensor, weight: Tensor) -> Tensor:
+    out = torch.zeros(len(x), 8)
+    torch.matmul(x, weight, out=out)
+    return out
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "operator": lambda x, weight: x @ weight,
+    "reflected": lambda x, weight: weight.__rmatmul__(x),
+    "out": written_out,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("rules", [None, {torch.tanh: "fp32"}], ids=["kernels", "mode"])
+def test_operators_have_the_values_of_fp32(rules: Any, call: str) -> None:
+    x, expected, model = integers(2, 60, 60, seed=0)[0], Operators(), Operators()
+    hf_mp.MixedPrecision("bf16", rules=rules).attach(model)
+    with torch.no_grad():
+        assert_equal((model(x, CALLS[call]),), (expected(x, CALLS[call]),))
 
 
 def test_a_linear_of_its_own_is_not_padded() -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 32
+_ROWS_FIRST = ("linear", "matmul", "__matmul__")  # functions with the rows as first argument
 _MAX_GROWTH = 1.5  # of the rows of all experts: with fewer tokens an expert, padding takes too much memory
 
 
@@ -24,7 +25,7 @@ def grouped_mm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     Other calls (groups of columns, another device, no offsets) are made as they are.
     """
     offsets = args[2] if len(args) > 2 else kwargs.get("offs")
-    if len(args) < 2 or offsets is None or not _are_grouped_rows(*args[:2]):
+    if offsets is None or not _are_rows(args, weight_dim=3):
         return func(*args, **kwargs)
     x, weight = args[:2]
     ends = offsets.long()
@@ -44,25 +45,24 @@ def grouped_mm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     return result.index_select(0, rows)
 
 
-def _are_grouped_rows(x: Any, weight: Any) -> bool:
-    # Not a fake tensor, which has no offsets to read.
-    is_on_cpu = type(x) is Tensor and isinstance(weight, Tensor) and x.device.type == "cpu"
-    return is_on_cpu and x.dim() == 2 and weight.dim() == 3
-
-
-def is_expert_linear(name: str, args: Sequence[Any]) -> bool:
-    """Whether a call of op ``name`` multiplies rows by the weight of one expert: a slice of a parameter of all."""
-    if name not in ("linear", "matmul") or len(args) < 2:
+def _are_rows(args: Sequence[Any], *, weight_dim: int) -> bool:
+    """Whether the first two of ``args`` are rows on a CPU, and a weight of ``weight_dim`` dimensions."""
+    # Not fake tensors, which have no offsets to read.
+    if len(args) < 2 or type(args[0]) is not Tensor or not isinstance(args[1], Tensor):
         return False
     x, weight = args[:2]
-    if type(x) is not Tensor or not isinstance(weight, Tensor) or x.dim() != 2 or weight.dim() != 2:
+    return x.device.type == "cpu" and x.dim() == 2 and weight.dim() == weight_dim
+
+
+def is_expert_linear(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``func``, a matmul, multiplies rows by the weight of one expert: a slice of a parameter of all."""
+    if getattr(func, "__name__", "") not in _ROWS_FIRST or kwargs.get("out") is not None:
         return False
-    base = weight._base
-    return base is not None and base.dim() == 3 and x.device.type == "cpu"
+    return _are_rows(args, weight_dim=2) and args[1]._base is not None and args[1]._base.dim() == 3
 
 
 def padded_linear(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func``, for which :func:`is_expert_linear`, with padded rows of its first argument."""
+    """Call ``func``, for which :func:`is_expert_linear` is True, with padded rows of its first argument."""
     x = args[0]
     missing = -len(x) % ROWS
     if not missing or missing > (_MAX_GROWTH - 1) * len(x):
