@@ -1,8 +1,8 @@
 """Decorators that exclude functions from torch.compile.
 
 torch.compile traces autocast as a part of the code that it compiles. After a graph break that code runs eagerly, and
-each torch call enters the mode. There the compiler would compile the mode as a function of its own, and fail at
-composites. So these functions are excluded.
+each torch call enters the mode. There the compiler would compile the mode by itself, and fail at composites. So these
+functions are excluded.
 """
 
 from __future__ import annotations

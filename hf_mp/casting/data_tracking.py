@@ -54,13 +54,6 @@ class DataTrackedParameter(nn.Parameter):
         if (forward := state.forward) is not None and forward.weights is not None:
             forward.weights.slots.invalidate(self)
 
-    def count_unseen_writes(self) -> int:
-        """Return a number that is larger than before if the value may have changed unseen."""
-        if self._data_was_exposed:
-            self._data_was_exposed = is_shared(self)
-            self._unseen_writes += 1
-        return self._unseen_writes
-
 
 _OWN = ("_data_was_exposed", "_unseen_writes")
 
@@ -94,6 +87,9 @@ def version_and_address(tensor: Tensor) -> tuple[int, int, int]:
     """Return the version (-1 for none), address and count of unseen writes. Most writes change one."""
     unseen = 0
     if type(tensor) is DataTrackedParameter:
-        unseen = tensor.count_unseen_writes() if tensor._data_was_exposed else tensor._unseen_writes
+        if tensor._data_was_exposed:  # an alias may have been written, and may be again
+            tensor._data_was_exposed = is_shared(tensor)
+            tensor._unseen_writes += 1
+        unseen = tensor._unseen_writes
     version = -1 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr(), unseen

@@ -19,17 +19,23 @@ from hf_mp.casting.tables import OPS, CastRule, TableName
 # Made at import: torch.compile reads a constant dictionary, but not a cached function.
 _COMPOSITES = plan_of({func: (CastRule.COMPOSITE, func.__name__) for func in COMPOSITES})
 _PLANS: dict[TableName, Plan] = {name: {**_COMPOSITES, **plan_of(ops)} for name, ops in OPS.items()}
-_UPCAST = {name: upcast_plan(plan) for name, plan in _PLANS.items()}
-_UPCAST_CONVOLUTIONS = {name: upcast_plan(plan, "conv") for name, plan in _PLANS.items()}
+# By the part of a name that ops in FP32 have: all of them, or convolutions.
+_UPCAST = {part: {name: upcast_plan(plan, part) for name, plan in _PLANS.items()} for part in ("", "conv")}
+
+
+def _upcast_part(dtype: torch.dtype) -> str | None:
+    """Return the key in ``_UPCAST`` of the ops that this CPU runs in FP32 instead of ``dtype``; None without any."""
+    if not runs_natively(dtype, "cpu"):
+        return ""
+    return None if runs_natively(dtype, "cpu", "conv") else "conv"
 
 
 def plan_for(tables: TableName, dtype: torch.dtype) -> Plan:
     """Return the plan of ``tables`` for this machine; callers do not change it."""
     if "transformers.integrations.moe" in sys.modules and not is_dynamo_compiling():
         _add_grouped_matmul()
-    if not runs_natively(dtype, "cpu"):
-        return _UPCAST[tables]
-    return _PLANS[tables] if runs_natively(dtype, "cpu", "conv") else _UPCAST_CONVOLUTIONS[tables]
+    part = _upcast_part(dtype)
+    return _PLANS[tables] if part is None else _UPCAST[part][tables]
 
 
 # Transformers registers the op when its module is imported, maybe after this one.
@@ -40,8 +46,8 @@ def _add_grouped_matmul() -> None:
         lowered = plan_of(dict.fromkeys([op, op.default], (CastRule.LOWER_PRECISION, "grouped_mm_fallback")))
         for name, plan in _PLANS.items():
             plan.update(lowered)
-            _UPCAST[name].update(upcast_plan(lowered))
-            _UPCAST_CONVOLUTIONS[name].update(lowered)
+            for part, plans in _UPCAST.items():
+                plans[name].update(upcast_plan(lowered, part))
 
 
 def with_rules(plan: Plan, ops: OpRules, dtype: torch.dtype) -> Plan:
@@ -50,8 +56,5 @@ def with_rules(plan: Plan, ops: OpRules, dtype: torch.dtype) -> Plan:
     for func, entry in ruled.items():
         if entry.rule is CastRule.UNLISTED:
             ruled[func] = _COMPOSITES.get(func, entry)  # decomposed, as without a rule
-    if not runs_natively(dtype, "cpu"):
-        ruled = upcast_plan(ruled)
-    elif not runs_natively(dtype, "cpu", "conv"):
-        ruled = upcast_plan(ruled, "conv")
-    return {**plan, **ruled}
+    part = _upcast_part(dtype)
+    return {**plan, **(ruled if part is None else upcast_plan(ruled, part))}

@@ -174,12 +174,9 @@ class Healer(StepController):
 
     def _replace_losses(self, losses: list[_RerunLoss]) -> None:
         """Overwrite losses of inf or NaN of the first run."""
-        lines, parts = [], list[Tensor]()
+        lines = []
         for micro_batch, incoming, value in losses:
             first_value = incoming.call.losses[incoming.output]
-            if incoming.gradient is not None:
-                # The gradient of a loss is its weight in the sum of the loop.
-                parts.append((value * incoming.gradient).sum())
             if finiteness(first_value):
                 lines.append(
                     f"  {incoming.output!r} of micro-batch {micro_batch}: {value.item():g} for {first_value.item():g}"
@@ -188,6 +185,8 @@ class Healer(StepController):
                     first_value.copy_(value)
         if not lines:
             return
+        # The gradient of a loss is its weight in the sum of the loop.
+        parts = [(one.value * one.incoming.gradient).sum() for one in losses if one.incoming.gradient is not None]
         if self.replace_logged_loss is None or not self.replace_logged_loss(torch.stack(parts).sum()):
             lines.append("  Values computed from it before optimizer.step(), such as loss / 4, are still inf or NaN.")
         text = "\n".join(lines)

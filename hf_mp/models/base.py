@@ -59,7 +59,7 @@ class ReplacedForward:
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> ReplacedForward:
         """Return the replacement for ``module``, a deep copy."""
-        return type(self)(module)
+        return type(self)(module, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
         if (copied := memo.get(id(self.module()))) is None:  # deepcopy copies a module before its attributes

@@ -124,7 +124,7 @@ class StepRuntime:
         STEP_HOOK.add(self)
 
     def _set_autocast(self, model: nn.Module | None) -> None:
-        """Set an autocast for ``model``; the weight store finds anew which weights its lower-precision ops read."""
+        """Set an autocast for ``model``; the weight store finds the weights that its lower-precision ops read."""
         rules = rules_for(model, self.policy, self.rules)
         self.autocast = AttachedAutocast(self.policy.compute, model=model, rules=rules, tables=self._tables)
         if self.policy.exact_generation:

@@ -27,9 +27,6 @@ class _FP32Method(ReplacedForward):
         with fp32_parameters(module):
             return self.original(*args, **kwargs)
 
-    def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> _FP32Method:
-        return _FP32Method(module, self.name)
-
 
 def install_fp32_methods(model: nn.Module) -> None:
     for module in model.modules():
